@@ -1,0 +1,248 @@
+"""What generated host code calls: typed loads and stores, lane storage, shuffles, atomics.
+
+Kernel parameters reach the host function as raw pointers with their extents beside them, so no array object, no
+reference count and no negative-index wrap stands between LLVM and the memory. Each access says to which of three
+disjoint classes it belongs (``lane``: storage on the host stack for per-thread values, shared and local arrays;
+``ro``: parameters only read; ``rw``: parameters written): the launcher refuses overlapping arguments, so LLVM may
+vectorise lane loops without run-time alias checks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+_I64 = ir.IntType(64)
+KINDS = ("lane", "ro", "rw")
+
+__all__ = [
+    "argument_pointer", "argument_scalar", "atomic_add", "atomic_and", "atomic_cas", "atomic_exch", "atomic_max",
+    "atomic_min", "atomic_or", "atomic_sub", "atomic_xor", "call_blocks", "fma", "load_lane", "load_ro", "load_rw",
+    "poison", "shuffle_down", "shuffle_up", "shuffle_xor", "stack_array", "store_lane", "store_rw",
+]  # fmt: skip
+
+
+def _mark(builder: Any, instruction: Any, kind: str) -> None:
+    """Attach the alias class of an access as scoped no-alias metadata."""
+    module = builder.module
+    domain = module.add_metadata([ir.MetaDataString(module, "refengine")])
+    scopes = {k: module.add_metadata([ir.MetaDataString(module, k), domain]) for k in KINDS}
+    instruction.set_metadata("alias.scope", module.add_metadata([scopes[kind]]))
+    instruction.set_metadata("noalias", module.add_metadata([scopes[k] for k in KINDS if k != kind]))
+
+
+def _element(context: Any, builder: Any, pointer: Any, index: Any, index_type: Any) -> Any:
+    offset = context.cast(builder, index, index_type, types.int64)
+    return builder.gep(pointer, [offset], inbounds=True)
+
+
+def _access(kind: str) -> tuple[Any, Any]:
+    @intrinsic
+    def load(_typing: Any, pointer: Any, index: Any) -> Any:
+        signature = pointer.dtype(pointer, index)
+
+        def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+            value = builder.load(_element(context, builder, values[0], values[1], sig.args[1]))
+            _mark(builder, value, kind)
+            if isinstance(sig.return_type, types.Boolean):  # a byte in memory, one bit in a register
+                return builder.icmp_unsigned("!=", value, ir.Constant(value.type, 0))
+            return value
+
+        return signature, generate
+
+    @intrinsic
+    def store(_typing: Any, pointer: Any, index: Any, value: Any) -> Any:
+        signature = types.void(pointer, index, value)
+
+        def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+            stored = context.cast(builder, values[2], sig.args[2], sig.args[0].dtype)
+            if isinstance(sig.args[0].dtype, types.Boolean):
+                stored = builder.zext(stored, ir.IntType(8))
+            done = builder.store(stored, _element(context, builder, values[0], values[1], sig.args[1]))
+            _mark(builder, done, kind)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return load, store
+
+
+load_lane, store_lane = _access("lane")
+load_ro, _ = _access("ro")
+load_rw, store_rw = _access("rw")
+
+
+@intrinsic
+def argument_pointer(_typing: Any, slots: Any, index: Any, element: Any) -> Any:
+    """Pointer stored in slot ``index`` of the argument block, to elements of a Numba scalar type."""
+    result = types.CPointer(element.instance_type)
+    signature = result(slots, types.int64, element)
+
+    def generate(context: Any, builder: Any, _sig: Any, values: Any) -> Any:
+        slot = builder.gep(values[0], [values[1]])
+        return builder.load(builder.bitcast(slot, context.get_value_type(result).as_pointer()))
+
+    return signature, generate
+
+
+@intrinsic
+def argument_scalar(_typing: Any, slots: Any, index: Any, element: Any) -> Any:
+    """Scalar stored in the first bytes of slot ``index`` of the argument block."""
+    result = element.instance_type
+    signature = result(slots, types.int64, element)
+
+    def generate(context: Any, builder: Any, _sig: Any, values: Any) -> Any:
+        slot = builder.gep(values[0], [values[1]])
+        return builder.load(builder.bitcast(slot, context.get_value_type(result).as_pointer()))
+
+    return signature, generate
+
+
+@intrinsic(prefer_literal=True)
+def stack_array(_typing: Any, element: Any, length: Any) -> Any:
+    """Uninitialised storage on the stack of the calling function; ``length`` is a literal."""
+    if not isinstance(length, types.IntegerLiteral):
+        return None
+    count = length.literal_value
+    result = types.CPointer(element.instance_type)
+    signature = result(element, length)  # the literal: one body per length
+
+    def generate(context: Any, builder: Any, _sig: Any, _values: Any) -> Any:
+        item = context.get_data_type(result.dtype)
+        with builder.goto_entry_block():
+            storage = builder.alloca(ir.ArrayType(item, count))
+            storage.align = 64
+        return builder.bitcast(storage, item.as_pointer())
+
+    return signature, generate
+
+
+@intrinsic
+def poison(_typing: Any, pointer: Any, length: Any) -> Any:
+    """Fill ``length`` elements with 0xFF bytes, which are NaN as floats and -1 as integers."""
+    signature = types.void(pointer, types.int64)
+
+    def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        size = context.get_abi_sizeof(context.get_data_type(sig.args[0].dtype))
+        nbytes = builder.mul(values[1], ir.Constant(_I64, size))
+        cgutils.memset(builder, values[0], nbytes, 0xFF)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _permutation(kind: str, offset: int) -> list[int]:
+    """For each lane of a warp, the lane whose value a shuffle brings (CUDA C++ guide, warp shuffle functions)."""
+    if kind == "xor":
+        return [lane ^ offset if lane ^ offset < 32 else lane for lane in range(32)]
+    if kind == "up":
+        return [lane - offset if lane >= offset else lane for lane in range(32)]
+    return [lane + offset if lane + offset < 32 else lane for lane in range(32)]
+
+
+def _shuffle(kind: str) -> Any:
+    @intrinsic(prefer_literal=True)
+    def shuffle(_typing: Any, target: Any, source: Any, warp: Any, offset: Any) -> Any:
+        if not isinstance(offset, types.IntegerLiteral):
+            return None
+        lanes = _permutation(kind, offset.literal_value)
+        signature = types.void(target, source, types.int64, offset)  # the literal: one body per offset
+
+        def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+            item = context.get_data_type(sig.args[0].dtype)
+            vector = ir.VectorType(item, 32)
+            base = builder.mul(values[2], ir.Constant(_I64, 32))
+            ends = [builder.bitcast(builder.gep(p, [base]), vector.as_pointer()) for p in values[:2]]
+            size = context.get_abi_sizeof(item)
+            loaded = builder.load(ends[1], align=size)
+            _mark(builder, loaded, "lane")
+            mask = ir.Constant(ir.VectorType(ir.IntType(32), 32), lanes)
+            moved = builder.shuffle_vector(loaded, loaded, mask)
+            _mark(builder, builder.store(moved, ends[0], align=size), "lane")
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return shuffle
+
+
+# Move one warp's values by a literal offset as one vector permutation.
+shuffle_xor, shuffle_up, shuffle_down = _shuffle("xor"), _shuffle("up"), _shuffle("down")
+
+
+def _atomic(operation: str) -> Any:
+    @intrinsic
+    def atomic(_typing: Any, pointer: Any, index: Any, value: Any) -> Any:
+        signature = pointer.dtype(pointer, index, value)
+
+        def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+            item = sig.args[0].dtype
+            place = _element(context, builder, values[0], values[1], sig.args[1])
+            operand = context.cast(builder, values[2], sig.args[2], item)
+            name = operation
+            if isinstance(item, types.Float) and operation in ("add", "sub", "min", "max"):
+                name = "f" + operation
+            elif operation in ("min", "max") and not item.signed:
+                name = "u" + operation
+            return builder.atomic_rmw(name, place, operand, "monotonic")
+
+        return signature, generate
+
+    return atomic
+
+
+atomic_add, atomic_sub = _atomic("add"), _atomic("sub")
+atomic_min, atomic_max = _atomic("min"), _atomic("max")
+atomic_and, atomic_or, atomic_xor = _atomic("and"), _atomic("or"), _atomic("xor")
+atomic_exch = _atomic("xchg")
+
+
+@intrinsic
+def atomic_cas(_typing: Any, pointer: Any, index: Any, expected: Any, value: Any) -> Any:
+    """Compare and swap; returns what was there before."""
+    signature = pointer.dtype(pointer, index, expected, value)
+
+    def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        item = sig.args[0].dtype
+        place = _element(context, builder, values[0], values[1], sig.args[1])
+        old = context.cast(builder, values[2], sig.args[2], item)
+        new = context.cast(builder, values[3], sig.args[3], item)
+        return builder.extract_value(builder.cmpxchg(place, old, new, "monotonic", "monotonic"), 0)
+
+    return signature, generate
+
+
+@intrinsic
+def fma(_typing: Any, a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c`` with one rounding, in the widest type of the three."""
+    result = types.float32 if all(t == types.float32 for t in (a, b, c)) else types.float64
+    signature = result(result, result, result)
+
+    def generate(_context: Any, builder: Any, _sig: Any, values: Any) -> Any:
+        kind = values[0].type
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(kind, [kind, kind, kind]),
+            f"llvm.fma.{'f32' if kind == ir.FloatType() else 'f64'}",
+        )
+        return builder.call(function, values)
+
+    return signature, generate
+
+
+@intrinsic
+def call_blocks(_typing: Any, entry: Any, slots: Any, begin: Any, end: Any) -> Any:
+    """Call a compiled kernel's entry point for blocks ``begin`` to ``end`` (exclusive)."""
+    signature = types.void(types.int64, types.int64, types.int64, types.int64)
+
+    def generate(context: Any, builder: Any, _sig: Any, values: Any) -> Any:
+        pointer = _I64.as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, _I64, _I64])
+        function = builder.inttoptr(values[0], kind.as_pointer())
+        builder.call(function, [builder.inttoptr(values[1], pointer), values[2], values[3]])
+        return context.get_dummy_value()
+
+    return signature, generate
