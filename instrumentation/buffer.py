@@ -165,12 +165,6 @@ class Buffer:
         Raises ``FindingError``: OWN001 when ``by`` is not the owner, MEM004 when the buffer is not live;
         and ``BadInputError`` for a mode that cannot be given.
         """
-        if mode not in ("read", "write"):
-            raise BadInputError(f"{self.name} cannot be lent in mode {mode!r}; use 'read' or 'write'")
-        if to == self.owner:
-            raise BadInputError(f"{self.name} belongs to {to} already; lend it to another owner")
-        if self._read_only and mode == "write":
-            raise BadInputError(f"{self.name} is shared read-only; lend it in mode 'read'")
         if by is not None and by != self.owner:
             self.refuse(
                 Finding(
@@ -182,6 +176,12 @@ class Buffer:
                     allocation=self.allocation,
                 )
             )
+        if mode not in ("read", "write"):
+            raise BadInputError(f"{self.name} cannot be lent in mode {mode!r}; use 'read' or 'write'")
+        if to == self.owner:
+            raise BadInputError(f"{self.name} belongs to {to} already; lend it to another owner")
+        if self._read_only and mode == "write":
+            raise BadInputError(f"{self.name} is shared read-only; lend it in mode 'read'")
         lease = Lease(self, to=to, mode=mode, after=after)
         with self.heap.section():
             live = self.live

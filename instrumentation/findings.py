@@ -147,16 +147,8 @@ class Finding:
     def site(self) -> tuple[object, ...]:
         """What findings of one cause have in common."""
         buffer = (self.buffer.owner, self.buffer.name) if self.buffer else None
-        return (
-            self.code,
-            self.kind,
-            buffer,
-            self.actor,
-            self.kernel,
-            self.argument,
-            self.source,
-            self.access,
-        )
+        stack = self.access or self.allocation
+        return (self.code, self.kind, buffer, self.actor, self.kernel, self.argument, self.source, stack)
 
 
 class RefusedError(FindingError):

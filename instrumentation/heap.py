@@ -126,7 +126,7 @@ class Heap:
         self.lock = threading.Lock()
         self._serials = itertools.count(1)
         self._unchecked: dict[int, weakref.ref[Reservation[Any]]] = {}
-        self._dropped: deque[Callable[[], None]] = deque()
+        self._dropped: deque[tuple[Finding | None, Callable[[], None]]] = deque()
 
     def section(self) -> Section:
         """Hold the lock as a context manager, which yields the list for findings."""
@@ -176,22 +176,23 @@ class Heap:
     def abandon(self, serial: int, finding: Finding | None, take_back: Callable[[], None]) -> None:
         """Report a dropped reservation. May run anywhere, even where this thread holds the lock."""
         self._unchecked.pop(serial, None)
-        self._dropped.append(take_back)
-        if finding is not None:
-            self.findings.append(finding)
+        self._dropped.append((finding, take_back))
         self.drain()
 
     def drain(self) -> None:
-        """Take back the memory of dropped reservations; whoever holds the lock now does it afterwards."""
+        """Take dropped reservations back and report them; whoever holds the lock now does it later."""
         while self._dropped:
             if not self.lock.acquire(blocking=False):
                 return
             self.lock.release()
             try:
-                take_back = self._dropped.popleft()
+                finding, take_back = self._dropped.popleft()
             except IndexError:
                 return
+            # A callback may call the allocator, so the report waits for the lock as the memory does.
             take_back()
+            if finding is not None:
+                self.findings.append(finding)
 
     def drop_unchecked(self) -> None:
         """Report every reservation that was never checked, though something still holds it."""

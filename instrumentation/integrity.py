@@ -64,13 +64,9 @@ def canary_finding(heap: Heap, buffer: Buffer, damage: Damage) -> Finding:
             f"everything between {buffer.name} and {neighbour.buffer.name} is overwritten: "
             f"either may have been written past, and then the other's contents are damaged too"
         )
-    if side == "left":
-        distance = f"from {buffer.address - damage.first} bytes before"
-    else:
-        distance = f"from {damage.first - buffer.address - buffer.nbytes} bytes behind the end of"
     return Finding(
         code="MEM001" if side == "left" else "MEM002",
-        message=f"bytes {distance} {buffer.name} were overwritten: {damage.describe()}",
+        message=f"{side} of {buffer.name}, {damage.describe()}",
         size=damage.nbytes,
         offset=damage.first - buffer.address,
         buffer=buffer.facts(),
@@ -107,7 +103,7 @@ def freed_finding(heap: Heap, buffer: Buffer, damage: Damage) -> Finding:
     """MEM003 of one quarantined buffer."""
     return Finding(
         code="MEM003",
-        message=f"memory of {buffer.name}, which was freed, was overwritten: {damage.describe()}",
+        message=f"in {buffer.name}, which was freed, {damage.describe()}",
         size=damage.nbytes,
         offset=damage.first - buffer.address,
         buffer=buffer.facts(),

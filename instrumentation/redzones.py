@@ -20,7 +20,7 @@ FRESH = 0xCD
 FREED = 0xDD
 
 _CONTEXT = 32
-_MAX_WINDOW = 192
+_MAX_WINDOW = 7 * 16
 _MAX_SCAN = 64 * 1024
 
 
@@ -109,10 +109,13 @@ class Damage:
         return self.stop - self.first
 
     def describe(self) -> str:
-        """``hold 41 42 ..., wanted fb``."""
+        """``2 bytes from 0x... on hold 41 42, not fb``."""
         shown = self.seen[:8].hex(" ") + (" ..." if len(self.seen) > 8 else "")
+        count = "1 byte" if self.nbytes == 1 else f"{self.nbytes} bytes"
+        verb = "holds" if self.nbytes == 1 else "hold"
+        at = f"at {self.first:#x}" if self.nbytes == 1 else f"from {self.first:#x} on"
         at_least = "at least " if self.cut else ""
-        return f"{at_least}{self.nbytes} from {self.first:#x} on hold {shown}, wanted {self.region.byte:02x}"
+        return f"{at_least}{count} {at} {verb} {shown}, not {self.region.byte:02x}"
 
 
 def find_damage(memory: DeviceMemory, region: Region) -> Damage | None:

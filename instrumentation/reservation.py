@@ -200,9 +200,9 @@ class Reservation(Generic[T]):
             message=f"the reservation of {self.nbytes} bytes for {self.name} {outcome}, and {what}",
             size=self.nbytes,
             actor=self.actor.name,
-            # Where a drop happens says nothing: the garbage collector may run anywhere.
-            access=access or self.made_at,
-            allocation=self.made_at if access else (),
+            # Empty for a drop: the garbage collector may run anywhere, so its place says nothing.
+            access=access,
+            allocation=self.made_at,
         )
 
     def drop(self, what: str = "it was dropped before its result was looked at") -> None:

@@ -59,7 +59,8 @@ class View:
         if start < 0 or start + self.nbytes > self.buffer.nbytes:
             raise BadInputError(
                 f"view {self.name} of {self.dtype} {self.shape} needs bytes {start} to "
-                f"{start + self.nbytes}, but buffer {self.buffer.name} has {self.buffer.nbytes}; make the view smaller"
+                f"{start + self.nbytes}, but buffer {self.buffer.name} has {self.buffer.nbytes}; "
+                f"make the view smaller"
             )
         if self.address % self.dtype.alignment:
             raise BadInputError(

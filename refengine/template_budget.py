@@ -18,7 +18,8 @@ _BASE_UNITS: Final = 1 << 22
 # Templates copy a message a few times over (strip, split, +); none comes near this often.
 _UNITS_PER_INPUT_CHAR: Final = 64
 _CPU_SECONDS: Final = 10.0
-_MAX_INPUT_UNITS: Final = 1 << 26
+_MAX_INPUT_CHARS: Final = 1 << 26
+_MAX_INPUT_PARTS: Final = 1 << 21
 
 T = TypeVar("T")
 
@@ -73,8 +74,8 @@ def charge_value(value: T) -> T:
     if isinstance(value, str):
         charge(len(value))
     elif isinstance(value, (list, tuple, Mapping)):
-        count, chars = _extent(value, budget.limit)
-        if count + chars > budget.limit:
+        count, chars = _extent(value, budget.limit, budget.limit)
+        if count > budget.limit or chars > budget.limit:
             raise BudgetError(f"a value of more than {budget.limit} parts and characters")
         charge(count)
     return value
@@ -82,17 +83,20 @@ def charge_value(value: T) -> T:
 
 def measure(variables: Mapping[str, object]) -> int:
     """Return the size of what a template is given, in characters and parts."""
-    count, chars = _extent(variables, _MAX_INPUT_UNITS)
-    if count + chars > _MAX_INPUT_UNITS:
-        raise RequestError(f"the messages are too large; wanted at most {_MAX_INPUT_UNITS} characters")
+    count, chars = _extent(variables, _MAX_INPUT_PARTS, _MAX_INPUT_CHARS)
+    if count > _MAX_INPUT_PARTS or chars > _MAX_INPUT_CHARS:
+        raise RequestError(
+            f"the messages are too large; wanted at most {_MAX_INPUT_CHARS} characters "
+            f"in {_MAX_INPUT_PARTS} parts"
+        )
     return count + chars
 
 
-def _extent(value: object, limit: int) -> tuple[int, int]:
-    """Return the number of parts and of characters below ``value``, or any pair beyond ``limit``."""
+def _extent(value: object, max_count: int, max_chars: int) -> tuple[int, int]:
+    """Return the number of parts and of characters in ``value``; stop counting beyond either maximum."""
     count = chars = 0
     stack = [value]
-    while stack and count + chars <= limit:
+    while stack and count <= max_count and chars <= max_chars:
         item = stack.pop()
         count += 1
         if isinstance(item, str):

@@ -167,6 +167,8 @@ class Environment(ImmutableSandboxedEnvironment):
         owner = getattr(obj, "__self__", None)
         if isinstance(obj, types.BuiltinMethodType) and isinstance(owner, str):
             if obj.__name__ == "replace":
+                # Jinja adds the variables of the loop or block around to the arguments of every call.
+                kwargs = {name: value for name, value in kwargs.items() if name not in _JINJA_ARGUMENTS}
                 return charge_value(_replace(owner, *args, **kwargs))
             if obj.__name__ == "join":
                 (parts,) = args
@@ -185,6 +187,7 @@ class _Namespace(Namespace):
         return "<Namespace>"
 
 
+_JINJA_ARGUMENTS: Final = frozenset({"_loop_vars", "_block_vars"})
 _COUNTED: Final = "counted loop"
 _MADE: Final = "made value"
 _CONCATENATED: Final = "concatenated parts"

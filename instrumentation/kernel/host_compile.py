@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -56,7 +57,7 @@ def describe(parsed: ParsedFunction) -> str:
     for name, value in sorted(parsed.captured.items()):
         if hasattr(value, "parsed"):
             parts.append(f"{name}={describe(value.parsed)}")
-        elif isinstance(value, int | float):
+        elif isinstance(value, int | float | tuple):
             parts.append(f"{name}={value!r}")
     return "\n".join(parts)
 
@@ -100,9 +101,10 @@ def compile_host(
 
 
 def _load(name: str, path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"refengine_kernels.{name}", path)
+    spec = importlib.util.spec_from_file_location(f"refengine_kernel_{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # a cached function finds its globals by this name
     spec.loader.exec_module(module)
     return module
 

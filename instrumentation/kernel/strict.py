@@ -53,7 +53,9 @@ def check(
     for statements in definitions.values():
         for statement in statements:
             kind = typemap.get(statement.target.name)
-            if kind == nb.float64 and not wants_double:
+            # A constant, negated or not, that float32(...) takes is no arithmetic.
+            computed = isinstance(statement.value, numba_ir.Expr) and statement.value.op != "unary"
+            if computed and kind == nb.float64 and not wants_double:
                 parsed.refuse(line(statement), "float64 arithmetic in a float32 kernel: convert with float32(...)")
             value = statement.value
             if (

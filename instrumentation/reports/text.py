@@ -23,7 +23,7 @@ def render(finding: Finding) -> str:
         _headline(finding),
         _stack("Seen at", finding.access),
         _stack("Other access at", finding.previous),
-        _stack("Allocated at", finding.allocation),
+        _stack("Reserved at", finding.allocation),
         _stack("Freed at", finding.free),
         _place(finding),
         _bytes(finding.window),
@@ -62,14 +62,14 @@ def _headline(finding: Finding) -> list[str]:
     parts = []
     if finding.size is not None:
         parts.append(count_bytes(finding.size))
+    if finding.buffer is not None:
+        parts.append(f"{finding.buffer.name} of {finding.buffer.owner}")
+    elif finding.actor is not None:
+        parts.append(finding.actor)
     if finding.kernel is not None:
         at = f" ({_path(finding.source.file)}:{finding.source.line})" if finding.source else ""
-        parts.append(f"in kernel {finding.kernel}{at}")
-    elif finding.buffer is not None:
-        parts.append(f"at {finding.buffer.name} of {finding.buffer.owner}")
-    elif finding.actor is not None:
-        parts.append(f"by {finding.actor}")
-    lines = [f"{finding.code} {finding.kind}" + (": " + " ".join(parts) if parts else "")]
+        parts.append(f"kernel {finding.kernel}{at}")
+    lines = [f"{finding.code} {finding.kind}" + (": " + ", ".join(parts) if parts else "")]
     lines.append(f"  {finding.message}")
     facts = {
         "argument": finding.argument,

@@ -1,0 +1,19 @@
+"""One file per architecture; a new one is a file and an entry here and in ``refengine.config.ARCHITECTURES``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from refengine.architectures import llama, qwen3
+
+if TYPE_CHECKING:
+    from refengine.config import ModelConfig
+    from refengine.graph import BatchShape, ContextShape, Graph
+
+Builder = Callable[["ModelConfig", "ContextShape", "BatchShape"], "Graph"]
+
+BUILDERS: dict[str, Builder] = {
+    "llama": llama.build,
+    "qwen3": qwen3.build,
+}

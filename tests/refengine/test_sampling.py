@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -59,6 +59,7 @@ def naive_typical(ids: list[int], logits, p: float) -> list[int]:
     return out
 
 
+@settings(deadline=None)
 @given(logit_rows, st.integers(-1, 50))
 def test_top_k_keeps_the_highest_and_among_equals_the_lowest_ids(logits, k):
     expected = by_probability(logits)[: k if k > 0 else None]
@@ -66,6 +67,7 @@ def test_top_k_keeps_the_highest_and_among_equals_the_lowest_ids(logits, k):
     assert ids.tolist() == expected
 
 
+@settings(deadline=None)
 @given(
     st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 40, 511, 512, 513]), st.sampled_from([2, 30, 1 << 20])
 )
@@ -76,6 +78,7 @@ def test_top_k_of_a_large_vocabulary_is_exact(seed, k, n_levels):
     assert ids.tolist() == by_probability(logits)[:k]
 
 
+@settings(deadline=None)
 @given(logit_rows, fractions)
 def test_top_p_matches_its_definition(logits, p):
     ids = by_probability(logits)
@@ -83,6 +86,7 @@ def test_top_p_matches_its_definition(logits, p):
     assert kept(logits, top_p=p) in [set(naive_top_p(ids, logits, p + slack)) for slack in (-1e-9, 1e-9)]
 
 
+@settings(deadline=None)
 @given(logit_rows, fractions)
 def test_min_p_matches_its_definition(logits, p):
     probs = softmax([float(logit) for logit in logits])
@@ -93,6 +97,7 @@ def test_min_p_matches_its_definition(logits, p):
     assert kept(logits, min_p=p) in expected
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-8, 8), min_size=1, max_size=30, unique=True), fractions)
 def test_typical_p_matches_its_definition(values, p):
     logits = np.array(values, np.float32)
@@ -110,10 +115,11 @@ def test_typical_p_matches_its_definition(values, p):
 
 def test_typical_p_may_drop_the_most_likely_token():
     logits = np.log(np.array([0.4] + [0.1] * 6, np.float32))
-    # Entropy 1.75 nats: the surprise of the likely token (0.92) is further from it than that of the others (2.30).
+    # Entropy 1.75 nats: the surprise of the likely token (0.92) is further from it than the others' (2.30).
     assert kept(logits, typical_p=0.25) == {1, 2, 3}
 
 
+@settings(deadline=None)
 @given(logit_rows, fractions, fractions, fractions, st.integers(1, 20))
 def test_the_steps_run_in_llama_cpps_order(logits, top_p, min_p, temperature, k):
     ids = naive_top_p(by_probability(logits)[:k], logits, top_p)
@@ -135,6 +141,7 @@ def test_truncation_comes_before_temperature():
     assert kept(logits, top_p=0.85, temperature=100.0) == {0, 1}
 
 
+@settings(deadline=None)
 @given(
     logit_rows,
     st.lists(st.integers(0, 39), max_size=30),
@@ -177,6 +184,7 @@ def test_greedy_looks_after_the_penalties():
     assert sampler.sample(logits, 3, [0]) == 1
 
 
+@settings(deadline=None)
 @given(logit_rows)
 def test_greedy_ignores_truncation_and_seed(logits):
     sampler = Sampler(SamplingParams(temperature=0.0, top_k=1, top_p=0.1, typical_p=0.1))
@@ -202,6 +210,7 @@ def test_random_numbers_of_different_seeds_and_positions_are_unlike():
     assert 0.98 < max(seen) < 1
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 2**40), min_size=1, max_size=6))
 def test_a_draw_depends_on_seed_and_position_only(seed, positions):
     logits = np.zeros(1000, np.float32)
@@ -263,7 +272,7 @@ def test_a_negative_position_is_refused():
     [
         ("temperature", math.nan),
         ("temperature", "hot"),
-        ("temperature", 10**5000),
+        pytest.param("temperature", 10**5000, id="temperature-huge"),
         ("top_k", 1.5),
         ("top_k", True),
         ("top_p", 1.01),
@@ -304,6 +313,7 @@ def test_defaults_are_llama_cpps():
     )
 
 
+@settings(deadline=None)
 @given(hnp.arrays(np.float32, (3, 17), elements=st.floats(-30, 30, width=32)))
 def test_logprobs_are_a_distribution_and_keep_differences(logits):
     result = logprobs(logits)

@@ -1,0 +1,92 @@
+"""Stages that decoder architectures share. Shapes in C order; T is ``n_tokens`` of the batch shape."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from refengine.graph import BatchShape, ContextShape, Graph
+
+if TYPE_CHECKING:
+    from refengine.config import ModelConfig
+
+
+def begin(config: ModelConfig, context: ContextShape, shape: BatchShape) -> tuple[Graph, str]:
+    """A graph with the inputs of every decoder, and its token embeddings (T, n_embd)."""
+    graph = Graph(shape)
+    for name in ("tokens", "position", "sequence", "cell"):
+        graph.input(name, (shape.n_tokens,))
+    graph.input("pages", (context.n_sequences, context.n_pages))
+    if shape.n_outputs:
+        graph.input("output_rows", (shape.n_outputs,))
+    embeddings = graph.add(
+        "get_rows", "inp_embd", (shape.n_tokens, config.n_embd), {"rows": "tokens"},
+        weights={"weight": "token_embd.weight"},
+    )  # fmt: skip
+    return graph, embeddings
+
+
+def mul_mat(graph: Graph, name: str, x: str, weight: str, n_out: int) -> str:
+    """x (n, n_in) times a weight matrix [n_out, n_in] -> (n, n_out)."""
+    rows = graph.tensors[x].shape[0]
+    return graph.add("mul_mat", name, (rows, n_out), {"x": x}, weights={"weight": weight})
+
+
+def norm(graph: Graph, name: str, x: str, weight: str, eps: float, row: int) -> str:
+    """RMS norm over the last ``row`` elements, which may be a head's part of a token's row; same shape as x."""
+    shape = graph.tensors[x].shape
+    return graph.add("rms_norm", name, shape, {"x": x}, weights={"weight": weight}, eps=eps, row=row)
+
+
+def attention(graph: Graph, config: ModelConfig, layer: int, x: str, *, head_norms: bool) -> str:
+    """Causal self-attention over the layer's KV cache: (T, n_embd) -> (T, n_embd)."""
+    block, il = f"blk.{layer}", f"-{layer}"
+    q = mul_mat(graph, f"Qcur{il}", x, f"{block}.attn_q.weight", config.n_embd_q)
+    k = mul_mat(graph, f"Kcur{il}", x, f"{block}.attn_k.weight", config.n_embd_kv)
+    v = mul_mat(graph, f"Vcur{il}", x, f"{block}.attn_v.weight", config.n_embd_kv)
+    if head_norms:
+        q = norm(graph, f"Qcur_normed{il}", q, f"{block}.attn_q_norm.weight", config.rms_eps, config.head_dim)
+        k = norm(graph, f"Kcur_normed{il}", k, f"{block}.attn_k_norm.weight", config.rms_eps, config.head_dim)
+    q = _rope(graph, config, f"Qcur_rope{il}", q, config.n_head)
+    k = _rope(graph, config, f"Kcur_rope{il}", k, config.n_head_kv)
+    graph.add("store_kv", f"kv{il}", None, {"k": k, "v": v, "cell": "cell"}, layer=layer)
+    attended = graph.add(
+        "attention", f"kqv_out{il}", graph.tensors[q].shape,
+        {"q": q, "position": "position", "sequence": "sequence", "pages": "pages"},
+        layer=layer, n_head=config.n_head, scale=config.attention_scale,
+    )  # fmt: skip
+    return mul_mat(graph, f"attn_out{il}", attended, f"{block}.attn_output.weight", config.n_embd)
+
+
+def _rope(graph: Graph, config: ModelConfig, name: str, x: str, n_head: int) -> str:
+    tensors = {"x": x, "position": "position"}
+    return graph.add(
+        "rope", name, graph.tensors[x].shape, tensors, n_head=n_head, pairing=config.rope_pairing
+    )
+
+
+def feed_forward(graph: Graph, config: ModelConfig, layer: int, x: str) -> str:
+    """SwiGLU feed-forward: (T, n_embd) -> (T, n_embd)."""
+    block, il = f"blk.{layer}", f"-{layer}"
+    gate = mul_mat(graph, f"ffn_gate{il}", x, f"{block}.ffn_gate.weight", config.n_ff)
+    up = mul_mat(graph, f"ffn_up{il}", x, f"{block}.ffn_up.weight", config.n_ff)
+    both = graph.add("swiglu", f"ffn_swiglu{il}", graph.tensors[gate].shape, {"gate": gate, "up": up})
+    return mul_mat(graph, f"ffn_out{il}", both, f"{block}.ffn_down.weight", config.n_embd)
+
+
+def add(graph: Graph, name: str, a: str, b: str) -> str:
+    """Residual sum of two tensors of one shape."""
+    return graph.add("add", name, graph.tensors[a].shape, {"a": a, "b": b})
+
+
+def end(graph: Graph, config: ModelConfig, x: str) -> Graph:
+    """Final norm and vocabulary head for the rows that are wanted: ``result_output`` (n_outputs, n_vocab)."""
+    n_outputs = graph.shape.n_outputs
+    if n_outputs:
+        rows = graph.add("select_rows", "result_rows", (n_outputs, config.n_embd), {"x": x, "rows": "output_rows"})
+        rows = norm(graph, "result_norm", rows, "output_norm.weight", config.rms_eps, config.n_embd)
+        head = "token_embd.weight" if config.tied_embeddings else "output.weight"
+        graph.add(
+            "mul_mat", "result_output", (n_outputs, config.n_vocab), {"x": rows}, weights={"weight": head},
+            kind="output",
+        )  # fmt: skip
+    return graph

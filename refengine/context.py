@@ -1,0 +1,274 @@
+"""One role's memory and stream: what ``decode`` runs in."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from instrumentation.errors import OutOfMemoryError
+from instrumentation.ownership import Owner
+from instrumentation.reservation import BufferRequest
+from refengine.architectures import BUILDERS
+from refengine.executor import Executable, Executor, Operations
+from refengine.graph import BatchShape, ContextShape
+from refengine.kernels.rope import rope_tables
+from refengine.memory.kv_cache import CacheShape, KVCache
+
+if TYPE_CHECKING:
+    from instrumentation.allocator import Allocator
+    from instrumentation.devices.base import Device, Stream
+    from instrumentation.view import View
+    from refengine.config import ModelConfig
+    from refengine.graph import Graph
+    from refengine.kernels.attention import CacheType
+    from refengine.weights import Weights
+
+log = structlog.get_logger()
+
+#: rows of logits that one micro-batch can give: a vocabulary of 250,000 makes each a megabyte
+MAX_OUTPUTS = 32
+
+
+class DecodeStatus(enum.IntEnum):
+    """Result of ``Context.decode``; the numbers are those of other GGUF engines."""
+
+    OK = 0
+    NO_KV_SLOT = 1
+    ABORTED = 2
+    INVALID_BATCH = -1
+    ALLOC_FAILED = -2
+    COMPUTE_FAILED = -3
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens to compute, each at a position of a sequence. All arrays [n_tokens]."""
+
+    tokens: npt.NDArray[np.int32]
+    position: npt.NDArray[np.int32]
+    sequence: npt.NDArray[np.int32]
+    #: whose logits are wanted
+    outputs: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, tokens: Any, start: int, sequence: int, outputs: str) -> Batch:
+        """Consecutive tokens of one sequence from position ``start``; outputs ``"all"``, ``"last"`` or ``"none"``."""
+        ids = np.asarray(tokens, np.int32)
+        wanted = np.full(len(ids), outputs == "all")
+        if outputs == "last":
+            wanted[-1] = True
+        position = np.arange(start, start + len(ids), dtype=np.int32)
+        return cls(ids, position, np.full(len(ids), sequence, np.int32), wanted)
+
+
+@dataclass(frozen=True)
+class ContextSettings:
+    """Sizes of a context; see ``refengine.load`` for what they mean."""
+
+    n_ctx: int
+    n_batch: int
+    n_ubatch: int
+    n_sequences: int
+    cache_type: CacheType
+    capture: bool
+    worst_case_reserve: bool = True
+
+    def __post_init__(self) -> None:
+        assert min(self.n_ctx, self.n_batch, self.n_ubatch, self.n_sequences) >= 1, self
+
+    @property
+    def worst_shapes(self) -> list[BatchShape]:
+        """Batch shapes that need the most memory."""
+        n_tokens = min(self.n_ubatch, self.n_batch, self.n_ctx * self.n_sequences)
+        outputs = min(n_tokens, MAX_OUTPUTS)
+        return [BatchShape(n_tokens, outputs), BatchShape(outputs, outputs), BatchShape(n_tokens, 1)]
+
+
+def cache_shape(config: ModelConfig, settings: ContextSettings) -> CacheShape:
+    """KV cache of a model in a context."""
+    return CacheShape(
+        n_layer=config.n_layer,
+        n_head_kv=config.n_head_kv,
+        head_dim=config.head_dim,
+        n_ctx=settings.n_ctx,
+        n_sequences=settings.n_sequences,
+        type=settings.cache_type,
+    )
+
+
+def graph_builder(config: ModelConfig, settings: ContextSettings) -> Any:
+    """Function from a batch shape to the model's graph in a context."""
+    context = ContextShape(settings.n_sequences, cache_shape(config, settings).n_pages)
+    build = BUILDERS[config.architecture]
+
+    def of_shape(shape: BatchShape) -> Graph:
+        return build(config, context, shape)
+
+    return of_shape
+
+
+def rotary_requests(config: ModelConfig, settings: ContextSettings, owner: Owner) -> list[BufferRequest]:
+    """Buffers of the cosine and sine tables: float32 [n_ctx, n_rot / 2] each."""
+    nbytes = settings.n_ctx * (config.n_rot // 2) * 4
+    return [BufferRequest(nbytes=nbytes, owner=owner, name=f"rotary.{part}") for part in ("cosine", "sine")]
+
+
+class Context:
+    """A model's weights with the memory and the stream of one role (``target``)."""
+
+    def __init__(
+        self,
+        device: Device,
+        allocator: Allocator,
+        config: ModelConfig,
+        weights: Weights,
+        settings: ContextSettings,
+        role: str = "target",
+    ) -> None:
+        self.config = config
+        self.settings = settings
+        self.owner = Owner(role)
+        with ExitStack() as undo:
+            self.stream: Stream = device.create_stream(owner=self.owner, name=role)
+            undo.callback(self.stream.destroy)
+            self.cache = KVCache(allocator, cache_shape(config, settings), self.owner)
+            undo.callback(self.cache.release)
+            rotary = self._load_rotary(allocator, weights)
+            undo.callback(self._release_rotary)
+            operations = Operations(weights, self.cache.layers, settings.cache_type, rotary)
+            self.executor = Executor(
+                allocator, self.stream, self.owner, graph_builder(config, settings), operations,
+                capture=settings.capture,
+            )  # fmt: skip
+            self.executor.reserve(self.executor.worst_case(settings.worst_shapes))
+            undo.callback(self.executor.release)
+            self._undo = undo.pop_all()
+        #: logits of the last decode's wanted rows, float32 [n_outputs, n_vocab]
+        self.logits: npt.NDArray[np.float32] = np.empty((0, config.n_vocab), np.float32)
+        #: what the last decode failed with
+        self.error: Exception | None = None
+
+    def _load_rotary(self, allocator: Allocator, weights: Weights) -> tuple[View, View]:
+        config, settings = self.config, self.settings
+        factors = None
+        if config.rope_freqs:
+            host = np.empty(config.n_rot // 2, np.float32)
+            self.stream.copy_out(host, weights.vectors["rope_freqs.weight"])
+            self.stream.synchronize()
+            factors = host
+        tables = rope_tables(settings.n_ctx, config.n_rot, config.rope_base, config.rope_freq_scale, factors)
+        requests = rotary_requests(config, settings, self.owner)
+        self._rotary_arena = allocator.reserve_arena(
+            allocator.arena_size(requests), owner=self.owner, name="rotary"
+        ).unwrap()
+        try:
+            self._rotary = self._rotary_arena.reserve_all(requests).unwrap()
+        except BaseException:
+            self._rotary_arena.release()
+            raise
+        views = []
+        for buffer, table in zip(self._rotary, tables, strict=True):
+            view = buffer.view(np.float32, table.shape)
+            self.stream.copy_in(view, table)
+            views.append(view)
+        self.stream.synchronize()
+        return views[0], views[1]
+
+    def _release_rotary(self) -> None:
+        for buffer in self._rotary:
+            buffer.free()
+        self._rotary_arena.release()
+
+    def decode(self, batch: Batch) -> DecodeStatus:
+        """Compute a batch; positions of a sequence must follow what its cache holds.
+
+        On ``OK`` ``logits`` has a row for each wanted token, in batch order. On anything else the cache is as it
+        was before the call, and ``error`` says why.
+        """
+        self.error = None
+        if not self._is_valid(batch):
+            return DecodeStatus.INVALID_BATCH
+        counts = Counter(batch.sequence.tolist())
+        before = {s: self.cache.length(s) for s in counts}
+        if not self.cache.extend(counts):
+            log.warning("failed to find free space in the KV cache", n_tokens=len(batch.tokens))
+            return DecodeStatus.NO_KV_SLOT
+        done = False
+        try:
+            status = self._run_all(batch)
+            done = status == DecodeStatus.OK
+        finally:
+            if not done:
+                for s, length in before.items():
+                    self.cache.truncate(s, length)
+        return status
+
+    def _is_valid(self, batch: Batch) -> bool:
+        if not 1 <= len(batch.tokens) <= self.settings.n_batch:
+            return False
+        if batch.tokens.min() < 0 or batch.tokens.max() >= self.config.n_vocab:
+            return False
+        if batch.sequence.min() < 0 or batch.sequence.max() >= self.settings.n_sequences:
+            return False
+        for s in np.unique(batch.sequence):
+            position = batch.position[batch.sequence == s]
+            start = self.cache.length(int(s))
+            follows = np.array_equal(position, np.arange(start, start + len(position)))
+            if not follows or start + len(position) > self.settings.n_ctx:
+                return False
+        return True
+
+    def _run_all(self, batch: Batch) -> DecodeStatus:
+        n_outputs = int(batch.outputs.sum())
+        self.logits = np.empty((n_outputs, self.config.n_vocab), np.float32)
+        start = filled = 0
+        while start < len(batch.tokens):
+            stop = self._micro_batch_end(batch, start)
+            rows = np.flatnonzero(batch.outputs[start:stop]).astype(np.int32)
+            status = self._run(batch, start, stop, rows, self.logits[filled : filled + len(rows)])
+            if status != DecodeStatus.OK:
+                return status
+            start, filled = stop, filled + len(rows)
+        return DecodeStatus.OK
+
+    def _micro_batch_end(self, batch: Batch, start: int) -> int:
+        stop = min(start + self.settings.n_ubatch, len(batch.tokens))
+        wanted = np.flatnonzero(batch.outputs[start:stop])
+        return stop if len(wanted) <= MAX_OUTPUTS else start + int(wanted[MAX_OUTPUTS])
+
+    def _run(
+        self, batch: Batch, start: int, stop: int, rows: npt.NDArray[np.int32], logits: npt.NDArray[np.float32]
+    ) -> DecodeStatus:
+        executable = self.executor.prepare(BatchShape(stop - start, len(rows)))
+        if not isinstance(executable, Executable):
+            self.error = executable.error
+            log.error("failed to reserve graph", error=str(executable.error), owner=str(self.owner))
+            return DecodeStatus.ALLOC_FAILED
+        position, sequence = batch.position[start:stop], batch.sequence[start:stop]
+        inputs: dict[str, npt.NDArray[Any]] = {
+            "tokens": batch.tokens[start:stop],
+            "position": position,
+            "sequence": sequence,
+            "cell": self.cache.cells(sequence, position),
+            "pages": self.cache.page_table(),
+        }
+        if len(rows):
+            inputs["output_rows"] = rows
+        try:
+            self.executor.run(executable, inputs, {"result_output": logits} if len(rows) else {})
+        except OutOfMemoryError as error:
+            self.error = error
+            log.error("failed to reserve graph", error=str(error), owner=str(self.owner))
+            return DecodeStatus.ALLOC_FAILED
+        return DecodeStatus.OK
+
+    def release(self) -> None:
+        """Give everything back."""
+        self._undo.close()

@@ -1,0 +1,155 @@
+"""Run a graph: place it by its plan, capture its launches once per batch shape, replay them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from refengine.ops import OPS, Call, Operands
+from refengine.planner import Plan, plan
+
+if TYPE_CHECKING:
+    from instrumentation.allocator import Allocator
+    from instrumentation.devices.base import Graph as CapturedGraph
+    from instrumentation.devices.base import Stream
+    from instrumentation.overlay import Overlay
+    from instrumentation.ownership import Owner
+    from instrumentation.reservation import Reservation
+    from instrumentation.view import View
+    from refengine.graph import BatchShape, Graph, Node
+    from refengine.kernels.attention import CacheType
+    from refengine.weights import Weights
+
+#: batch shapes whose captured launches are kept
+MAX_EXECUTABLES = 16
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Operations:
+    """What nodes name besides the graph's own tensors."""
+
+    weights: Weights
+    caches: list[tuple[View, View]]
+    cache_type: CacheType
+    rotary: tuple[View, View]
+
+    def call(self, graph: Graph, node: Node, views: Mapping[str, View]) -> Call:
+        """The launch that a node stands for."""
+        matrices = self.weights.matrices
+        vectors = self.weights.vectors
+        operands = Operands(
+            tensors={role: views[name] for role, name in node.tensors.items()},
+            output=views[node.output] if node.output is not None else None,
+            vectors={role: vectors[name] for role, name in node.weights.items() if name in vectors},
+            matrices={role: matrices[name] for role, name in node.weights.items() if name in matrices},
+            settings=node.settings,
+            cache=self.caches[node.layer] if node.layer is not None else None,
+            cache_type=self.cache_type,
+            rotary=self.rotary,
+        )
+        return OPS[node.op](operands)
+
+
+class Executable:
+    """A graph in memory: a layout of the compute arena, views of its tensors, and its captured launches."""
+
+    def __init__(self, graph: Graph, overlay: Overlay, layout: Plan) -> None:
+        self.graph = graph
+        self.overlay = overlay
+        self.views: dict[str, View] = {
+            spec.name: overlay.buffers[layout.place[spec.name]].view(spec.dtype, spec.shape, name=spec.name)
+            for spec in graph.tensors.values()
+        }
+        self.captured: CapturedGraph | None = None
+
+    def release(self) -> None:
+        """Give up the captured launches, then the layout."""
+        if self.captured is not None:
+            self.captured.destroy()
+        self.overlay.release()
+
+
+class Executor:
+    """Executes the graphs of one context on its stream, in its compute arena."""
+
+    def __init__(
+        self,
+        allocator: Allocator,
+        stream: Stream,
+        owner: Owner,
+        build: Callable[[BatchShape], Graph],
+        operations: Operations,
+        *,
+        capture: bool,
+    ) -> None:
+        self.allocator = allocator
+        self.stream = stream
+        self.owner = owner
+        self.build = build
+        self.operations = operations
+        self.capture = capture
+        self._executables: OrderedDict[BatchShape, Executable] = OrderedDict()
+
+    def worst_case(self, shapes: list[BatchShape]) -> int:
+        """Bytes of a compute arena in which each of these shapes fits."""
+        return max(self.allocator.arena_size(plan(self.build(s), self.owner).requests) for s in shapes)
+
+    def reserve(self, nbytes: int) -> None:
+        """Reserve the compute arena; raises ``OutOfMemoryError``."""
+        self.arena = self.allocator.reserve_arena(nbytes, owner=self.owner, name="compute").unwrap()
+
+    def prepare(self, shape: BatchShape) -> Executable | Reservation[Overlay]:
+        """The executable of a shape; the failed reservation when its layout could not be reserved."""
+        if shape in self._executables:
+            self._executables.move_to_end(shape)
+            return self._executables[shape]
+        while len(self._executables) >= MAX_EXECUTABLES:
+            self._executables.popitem(last=False)[1].release()
+        graph = self.build(shape)
+        layout = plan(graph, self.owner)
+        name = f"compute {shape.n_tokens}x{shape.n_outputs}"
+        reservation = self.arena.reserve_overlay(layout.requests, owner=self.owner, name=name)
+        if not reservation.ok:
+            return reservation
+        executable = Executable(graph, reservation.value, layout)
+        self._executables[shape] = executable
+        return executable
+
+    def run(self, executable: Executable, inputs: Arrays, outputs: Arrays) -> None:
+        """Copy ``inputs`` in, run the graph, copy ``outputs`` out; returns when they are there."""
+        executable.overlay.activate()
+        for name, array in inputs.items():
+            self.stream.copy_in(executable.views[name], np.ascontiguousarray(array))
+        if executable.captured is None and self.capture:
+            self.stream.begin_capture()
+            try:
+                self._launch_all(executable)
+                executable.captured = self.stream.end_capture(f"{self.owner} {executable.graph.shape}")
+            finally:
+                self.stream.abandon_capture()
+        if executable.captured is not None:
+            self.stream.replay(executable.captured)
+        else:
+            self._launch_all(executable)
+        for name, array in outputs.items():
+            self.stream.copy_out(array, executable.views[name])
+        self.stream.synchronize()
+
+    def _launch_all(self, executable: Executable) -> None:
+        graph = executable.graph
+        for node in graph.nodes:
+            call = self.operations.call(graph, node, executable.views)
+            self.stream.launch(call.kernel, call.grid, call.arguments)
+
+    def release(self) -> None:
+        """Give everything back."""
+        for executable in self._executables.values():
+            executable.release()
+        self._executables.clear()
+        self.arena.release()

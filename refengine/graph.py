@@ -1,0 +1,120 @@
+"""A model's computation for one batch shape: named operations between named tensors.
+
+Architectures build graphs, the planner places their tensors in memory, the executor launches their nodes. Tensor
+names are those of other GGUF engines (``attn_norm-0``, ``result_output``), so that dumps can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+
+Kind = Literal["input", "compute", "output"]
+Setting = int | float | str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """What a graph's shapes depend on: rows computed, and rows whose logits are wanted."""
+
+    n_tokens: int
+    n_outputs: int
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.n_tokens, self
+        assert 0 <= self.n_outputs <= self.n_tokens, self
+
+
+@dataclass(frozen=True, slots=True)
+class ContextShape:
+    """What a graph's shapes depend on for the whole life of a context."""
+
+    #: sequences that one batch can hold
+    n_sequences: int
+    #: pages of the KV cache that one sequence can hold
+    n_pages: int
+
+    def __post_init__(self) -> None:
+        assert min(self.n_sequences, self.n_pages) >= 1, self
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor of the graph: shape in C order, element type. Weights and caches are named, not specified."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+    kind: Kind
+
+    def __post_init__(self) -> None:
+        assert all(n >= 1 for n in self.shape), self
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return prod(self.shape) * int(self.dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operation. ``tensors``: role in the operation -> tensor; ``weights``: role -> weight; ``layer``: cache."""
+
+    op: str
+    tensors: Mapping[str, str]
+    output: str | None
+    weights: Mapping[str, str]
+    settings: Mapping[str, Setting]
+    layer: int | None
+
+
+@dataclass
+class Graph:
+    """Nodes in execution order, with every tensor that they name."""
+
+    shape: BatchShape
+    nodes: list[Node] = field(default_factory=list)
+    tensors: dict[str, TensorSpec] = field(default_factory=dict)
+
+    def input(self, name: str, shape: tuple[int, ...], dtype: Any = np.int32) -> str:
+        """A tensor that the host fills before each run."""
+        return self._tensor(name, shape, dtype, "input")
+
+    def add(
+        self,
+        op: str,
+        name: str,
+        shape: tuple[int, ...] | None,
+        tensors: Mapping[str, str],
+        *,
+        weights: Mapping[str, str] | None = None,
+        layer: int | None = None,
+        kind: Kind = "compute",
+        **settings: Setting,
+    ) -> str:
+        """Append an operation whose result is the float32 tensor ``name``; ``shape`` None: it has no result."""
+        for tensor in tensors.values():
+            assert tensor in self.tensors, f"{op} {name}: {tensor} is not in the graph yet"
+        if shape is not None:
+            self._tensor(name, shape, np.float32, kind)
+        self.nodes.append(
+            Node(
+                op,
+                MappingProxyType(dict(tensors)),
+                None if shape is None else name,
+                MappingProxyType(dict(weights or {})),
+                MappingProxyType(settings),
+                layer,
+            )
+        )
+        return name
+
+    def _tensor(self, name: str, shape: tuple[int, ...], dtype: Any, kind: Kind) -> str:
+        assert name not in self.tensors, f"tensor {name} is in the graph already"
+        self.tensors[name] = TensorSpec(name, shape, np.dtype(dtype), kind)
+        return name

@@ -1,0 +1,65 @@
+"""Device functions that every kernel file uses: warp reductions and float32 functions with fixed bits.
+
+The transcendental functions are written out in explicit multiply-adds, so that the host and CUDA compute the same
+bits from the same source and LLVM can vectorise them.
+"""
+
+from __future__ import annotations
+
+import math
+
+from numba import cuda, float32
+
+from instrumentation.kernel import device_function
+from instrumentation.kernel.intrinsics import f32_bits, f32_from_bits
+
+FULL = 0xFFFFFFFF
+INFINITY = math.inf
+
+
+@device_function
+def warp_sum(value):  # noqa: ANN001, ANN201
+    """Sum over the 32 lanes of a warp, the same bits in every lane."""
+    total = value
+    for offset in (16, 8, 4, 2, 1):
+        total = total + cuda.shfl_xor_sync(FULL, total, offset)
+    return total
+
+
+@device_function
+def warp_max(value):  # noqa: ANN001, ANN201
+    """Largest value over the 32 lanes of a warp."""
+    largest = value
+    for offset in (16, 8, 4, 2, 1):
+        largest = max(largest, cuda.shfl_xor_sync(FULL, largest, offset))
+    return largest
+
+
+@device_function
+def exp_f32(x):  # noqa: ANN001, ANN201
+    """e**x in float32, within 2 ulp; 0 below -87.3 (no denormals), infinity above 88.7.
+
+    Cephes expf (Moshier): x = n ln 2 + r, |r| <= ln 2 / 2, a polynomial of degree 7 in r, then 2**n by its bits.
+    """
+    # Adding 1.5 * 2**23 rounds to the nearest integer, which is then in the low bits.
+    shifted = cuda.fma(x, float32(1.44269504088896341), float32(12582912.0))
+    n = shifted - float32(12582912.0)
+    r = cuda.fma(n, float32(-0.693359375), x)
+    r = cuda.fma(n, float32(2.12194440e-4), r)
+    p = float32(1.9875691500e-4)
+    p = cuda.fma(p, r, float32(1.3981999507e-3))
+    p = cuda.fma(p, r, float32(8.3334519073e-3))
+    p = cuda.fma(p, r, float32(4.1665795894e-2))
+    p = cuda.fma(p, r, float32(1.6666665459e-1))
+    p = cuda.fma(p, r, float32(5.0000001201e-1))
+    p = cuda.fma(p * r, r, r) + float32(1.0)
+    scale = f32_from_bits((f32_bits(shifted) - 1262485377) << 23)
+    y = p * scale
+    y = y if x < float32(88.72) else float32(INFINITY)
+    return y if x > float32(-87.33) else float32(0.0)
+
+
+@device_function
+def sigmoid_f32(x):  # noqa: ANN001, ANN201
+    """1 / (1 + e**-x) in float32."""
+    return float32(1.0) / (float32(1.0) + exp_f32(-x))

@@ -1,0 +1,35 @@
+"""Q4_0: 32 codes of 4 bits, ``d * (q - 8)``."""
+
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGMLQuantizationType
+from numba import float32
+
+from instrumentation.kernel import device_function
+from instrumentation.kernel.intrinsics import f16_to_f32
+from instrumentation.kernel.types import i32, u8_2d, u16_2d, u32_2d
+from refengine.kernels.quants.layout import Blocks, Packed, QuantFormat, pair_nibbles
+from refengine.kernels.quants.nibbles import nibble
+
+
+@device_function
+def weight(codes: u8_2d, halves: u16_2d, _words: u32_2d, row: i32, b: i32, lane: i32) -> Any:
+    """Weight ``32 * b + lane`` of a row, float32."""
+    return f16_to_f32(halves[row, b]) * (float32(nibble(codes, row, b, lane)) - float32(8))
+
+
+def _fill(blocks: Blocks, out: Packed) -> None:
+    out.halves[...] = blocks["d"]
+    pair_nibbles(blocks["qs"], out.codes)
+
+
+FORMAT = QuantFormat(
+    type=GGMLQuantizationType.Q4_0,
+    weight=weight,
+    block=np.dtype([("d", "<u2"), ("qs", "V16")]),
+    fill=_fill,
+    group=64,
+    group_bytes=32,
+    block_halves=1,
+)

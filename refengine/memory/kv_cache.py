@@ -1,0 +1,152 @@
+"""The KV cache: pages of positions, shared by all sequences of a context.
+
+A sequence holds pages in position order; page i has its positions 32 i to 32 i + 31. Where pages lie never changes
+a result (see ``refengine.kernels.attention``). The bookkeeping is on the host; buffers are on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from instrumentation.reservation import BufferRequest
+from refengine.kernels.attention import CACHE_DTYPES, PAGE, CacheType
+
+if TYPE_CHECKING:
+    from instrumentation.allocator import Allocator
+    from instrumentation.arena import Arena
+    from instrumentation.buffer import Buffer
+    from instrumentation.ownership import Owner
+    from instrumentation.view import View
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Extents of a KV cache. ``n_ctx`` is rounded up to whole pages."""
+
+    n_layer: int
+    n_head_kv: int
+    head_dim: int
+    n_ctx: int
+    n_sequences: int
+    type: CacheType
+
+    def __post_init__(self) -> None:
+        assert min(self.n_layer, self.n_head_kv, self.head_dim, self.n_ctx, self.n_sequences) >= 1, self
+
+    @property
+    def n_pages(self) -> int:
+        """Pages of the whole cache."""
+        return -(-self.n_ctx // PAGE)
+
+    @property
+    def layer_nbytes(self) -> int:
+        """Bytes of one layer's keys, and of its values."""
+        return self.n_pages * self.n_head_kv * self.head_dim * PAGE * int(CACHE_DTYPES[self.type].itemsize)
+
+    def requests(self, owner: Owner) -> list[BufferRequest]:
+        """Buffers of the cache: keys and values of each layer."""
+        return [
+            BufferRequest(nbytes=self.layer_nbytes, owner=owner, name=f"kv.{part}.{layer}")
+            for layer in range(self.n_layer)
+            for part in ("k", "v")
+        ]
+
+
+@dataclass
+class _Sequence:
+    pages: list[int] = field(default_factory=list)
+    length: int = 0
+
+
+class KVCache:
+    """Keys and values of every layer, with the books of who holds which page."""
+
+    def __init__(self, allocator: Allocator, shape: CacheShape, owner: Owner) -> None:
+        self.shape = shape
+        requests = shape.requests(owner)
+        size = allocator.arena_size(requests)
+        self.arena: Arena = allocator.reserve_arena(size, owner=owner, name="kv").unwrap()
+        try:
+            self.buffers: tuple[Buffer, ...] = self.arena.reserve_all(requests).unwrap()
+        except BaseException:
+            self.arena.release()
+            raise
+        dtype = CACHE_DTYPES[shape.type]
+        keys = (shape.n_pages, shape.n_head_kv, shape.head_dim, PAGE)
+        values = (shape.n_pages, shape.n_head_kv, PAGE, shape.head_dim)
+        self.layers: list[tuple[View, View]] = [
+            (k.view(dtype, keys), v.view(dtype, values))
+            for k, v in zip(self.buffers[::2], self.buffers[1::2], strict=True)
+        ]
+        self._free = list(range(shape.n_pages - 1, -1, -1))
+        self._sequences = [_Sequence() for _ in range(shape.n_sequences)]
+
+    @property
+    def free_positions(self) -> int:
+        """Positions in pages that no sequence holds."""
+        return len(self._free) * PAGE
+
+    def length(self, sequence: int) -> int:
+        """Positions that a sequence holds."""
+        return self._sequences[sequence].length
+
+    def extend(self, counts: dict[int, int]) -> bool:
+        """Take room for ``counts[sequence]`` more positions of each sequence: all, or nothing and False."""
+        needed = {
+            s: max(0, -(-(self._sequences[s].length + n) // PAGE) - len(self._sequences[s].pages))
+            for s, n in counts.items()
+        }
+        if sum(needed.values()) > len(self._free):
+            return False
+        for s, n in counts.items():
+            held = self._sequences[s]
+            held.pages.extend(self._free.pop() for _ in range(needed[s]))
+            held.length += n
+        return True
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Keep the first ``length`` positions of a sequence; whole pages behind them are free again."""
+        held = self._sequences[sequence]
+        assert 0 <= length <= held.length, (sequence, length, held.length)
+        held.length = length
+        keep = -(-length // PAGE)
+        self._free.extend(reversed(held.pages[keep:]))
+        del held.pages[keep:]
+
+    def remove(self, sequence: int) -> None:
+        """Forget a sequence."""
+        self.truncate(sequence, 0)
+
+    def cells(self, sequence: npt.NDArray[np.int32], position: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Cell (page * PAGE + slot) of each (sequence, position), which must have been taken. int32 [n]."""
+        out = np.empty(len(position), np.int32)
+        for i, (s, p) in enumerate(zip(sequence.tolist(), position.tolist(), strict=True)):
+            held = self._sequences[s]
+            assert 0 <= p < held.length, (s, p, held.length)
+            out[i] = held.pages[p // PAGE] * PAGE + p % PAGE
+        return out
+
+    def page_table(self) -> npt.NDArray[np.int32]:
+        """Pages of each sequence in position order, 0 where there is none. int32 [n_sequences, n_pages]."""
+        table = np.zeros((self.shape.n_sequences, self.shape.n_pages), np.int32)
+        for row, held in enumerate(self._sequences):
+            table[row, : len(held.pages)] = held.pages
+        return table
+
+    def check_integrity(self) -> None:
+        """Every page is free or held once; lengths fit their pages. Raises AssertionError: a bug here."""
+        held = [page for s in self._sequences for page in s.pages]
+        assert sorted(held + self._free) == list(range(self.shape.n_pages)), "pages lost or held twice"
+        for number, s in enumerate(self._sequences):
+            assert len(s.pages) == -(-s.length // PAGE), f"sequence {number}: {s.length} in {len(s.pages)} pages"
+
+    def release(self) -> None:
+        """Give the memory back."""
+        for buffer in self.buffers:
+            buffer.free()
+        self.buffers = ()
+        self.arena.release()

@@ -1,0 +1,84 @@
+"""Options of the engine: every parameter of ``refengine.load``, checked by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from instrumentation.errors import BadInputError
+from instrumentation.levels import Level
+from refengine.context import ContextSettings
+from refengine.kernels.attention import CACHE_DTYPES
+
+if TYPE_CHECKING:
+    from refengine.config import ModelConfig
+    from refengine.kernels.attention import CacheType
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What ``refengine.load`` takes besides the path. Raises ``BadInputError`` naming the option.
+
+    ``n_ctx`` 0 is the model's own context length. ``n_batch`` tokens at most are decoded by one call, ``n_ubatch`` by
+    one pass over the weights.
+    """
+
+    device: str = "auto"
+    check: str = "off"
+    n_ctx: int = 0
+    n_batch: int = 2048
+    n_ubatch: int = 512
+    n_slots: int = 1
+    kv_unified: bool = True
+    cache_type_k: str = "f16"
+    cache_type_v: str = "f16"
+    spec_type: str = "none"
+    draft_n_max: int = 3
+    draft_n_min: int = 0
+    draft_p_min: float = 0.0
+    device_memory_limit: int | None = None
+    cuda_graphs: bool = True
+    worst_case_reserve: bool = True
+    fast: bool = False
+    #: threads of the host device; all cores unless given
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if Level.parse(self.check) > Level.GUARD:
+            raise BadInputError(f"check level {self.check} is not built yet; use off or guard")
+        for name, low in (("n_ctx", 0), ("n_batch", 1), ("n_ubatch", 1), ("n_slots", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise BadInputError(f"{name} is {value!r}; give a whole number of at least {low}")
+        if self.cache_type_k != self.cache_type_v:
+            raise BadInputError(
+                f"cache types {self.cache_type_k} and {self.cache_type_v}: different types for keys and values are "
+                "not built yet; give both the same"
+            )
+        if self.cache_type_k not in CACHE_DTYPES:
+            raise BadInputError(f"cache type {self.cache_type_k!r} is unknown; use one of {', '.join(CACHE_DTYPES)}")
+        not_built = {
+            "n_slots": self.n_slots != 1,
+            "spec_type": self.spec_type != "none",
+            "fast": self.fast,
+            "worst_case_reserve": not self.worst_case_reserve,
+            "kv_unified": not self.kv_unified,
+        }
+        for name, asked in not_built.items():
+            if asked:
+                raise BadInputError(f"{name}={getattr(self, name)!r} is not built yet; leave it at its default")
+
+    def context_settings(self, config: ModelConfig) -> ContextSettings:
+        """Sizes of the target context for a model."""
+        n_ctx = self.n_ctx or config.n_ctx_train
+        if n_ctx > config.n_ctx_train:
+            raise BadInputError(f"n_ctx is {n_ctx}; this model was trained for at most {config.n_ctx_train}")
+        cache_type: CacheType = "f32" if self.cache_type_k == "f32" else "f16"
+        return ContextSettings(
+            n_ctx=n_ctx,
+            n_batch=self.n_batch,
+            n_ubatch=min(self.n_ubatch, self.n_batch),
+            n_sequences=self.n_slots,
+            cache_type=cache_type,
+            capture=self.cuda_graphs,
+        )

@@ -1,0 +1,152 @@
+"""The model's weights on a device: read from the file, repacked once, shared read-only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from instrumentation.reservation import BufferRequest
+from refengine.config import expected_tensors
+from refengine.errors import UnsupportedModelError
+from refengine.kernels.quants import format_of
+from refengine.kernels.quants.layout import Packed, PackedShapes
+
+if TYPE_CHECKING:
+    from instrumentation.allocator import Allocator
+    from instrumentation.arena import Arena
+    from instrumentation.buffer import Buffer
+    from instrumentation.devices.base import Stream
+    from instrumentation.devices.launch import Argument
+    from instrumentation.ownership import Owner
+    from instrumentation.view import View
+    from refengine.config import ModelConfig
+    from refengine.gguf_file import GGUFFile, TensorInfo
+
+#: called with (bytes done, bytes in all) while weights are loaded
+Progress = Callable[[int, int], None]
+#: parts of a packed matrix start at multiples of this many bytes
+PART_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A packed weight matrix [n_out, n_in] on the device."""
+
+    type: Any
+    n_out: int
+    n_in: int
+    codes: View
+    halves: View
+    words: View
+
+    @property
+    def arguments(self) -> dict[str, Argument]:
+        """The three array arguments of every kernel that reads weights."""
+        return {"codes": self.codes, "halves": self.halves, "words": self.words}
+
+
+def _parts(shapes: PackedShapes) -> list[tuple[str, np.dtype[Any], tuple[int, int], int]]:
+    """(field, element type, shape, byte offset) of the three arrays in one buffer."""
+    parts, offset = [], 0
+    for field, dtype in (("codes", np.uint8), ("halves", np.uint16), ("words", np.uint32)):
+        shape: tuple[int, int] = getattr(shapes, field)
+        parts.append((field, np.dtype(dtype), shape, offset))
+        nbytes = shape[0] * shape[1] * np.dtype(dtype).itemsize
+        offset += -(-nbytes // PART_ALIGNMENT) * PART_ALIGNMENT
+    return parts
+
+
+def _packed_nbytes(shapes: PackedShapes) -> int:
+    _, dtype, shape, offset = _parts(shapes)[-1]
+    return offset + shape[0] * shape[1] * dtype.itemsize
+
+
+class WeightPlan:
+    """Which buffers a file's weights need, known before any of them is read."""
+
+    def __init__(self, gguf: GGUFFile, config: ModelConfig, owner: Owner) -> None:
+        self.gguf = gguf
+        self.names = list(expected_tensors(config))
+        self.requests = [
+            BufferRequest(nbytes=self._nbytes(gguf.tensor(name)), owner=owner, name=f"weight.{name}")
+            for name in self.names
+        ]
+
+    @staticmethod
+    def _nbytes(info: TensorInfo) -> int:
+        if len(info.shape) == 1:
+            if info.type != GGMLQuantizationType.F32:
+                raise UnsupportedModelError(
+                    f"tensor {info.name} is {info.type.name}; vectors are read as F32 only: convert the model again"
+                )
+            return info.n_elements * 4
+        if len(info.shape) != 2:
+            raise UnsupportedModelError(f"tensor {info.name} has {len(info.shape)} dimensions; 1 or 2 are supported")
+        return _packed_nbytes(format_of(info.type).packed_shapes(*info.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes of all weights."""
+        return sum(request.nbytes for request in self.requests)
+
+
+class Weights:
+    """All weights of a model in one arena."""
+
+    def __init__(self, allocator: Allocator, weight_plan: WeightPlan, owner: Owner) -> None:
+        self.plan = weight_plan
+        self.owner = owner
+        self.vectors: dict[str, View] = {}
+        self.matrices: dict[str, Matrix] = {}
+        self.buffers: tuple[Buffer, ...] = ()
+        size = allocator.arena_size(weight_plan.requests)
+        self.arena: Arena = allocator.reserve_arena(size, owner=owner, name="weights").unwrap()
+        try:
+            self.buffers = self.arena.reserve_all(weight_plan.requests).unwrap()
+        except BaseException:
+            self.arena.release()
+            raise
+
+    def load(self, stream: Stream, progress: Progress | None = None) -> None:
+        """Read, repack and copy every tensor; file pages go back to the system one tensor at a time."""
+        gguf = self.plan.gguf
+        total = sum(gguf.tensor(name).nbytes for name in self.plan.names)
+        done = 0
+        for name, buffer in zip(self.plan.names, self.buffers, strict=True):
+            info = gguf.tensor(name)
+            if len(info.shape) == 1:
+                view = buffer.view(np.float32, info.shape, name=name)
+                stream.copy_in(view, np.ascontiguousarray(gguf.raw(name)))
+                stream.synchronize()
+                self.vectors[name] = view
+            else:
+                self.matrices[name] = self._load_matrix(stream, buffer, info)
+            buffer.share_read_only()
+            gguf.release_pages(name)
+            done += info.nbytes
+            if progress is not None:
+                progress(done, total)
+
+    def _load_matrix(self, stream: Stream, buffer: Buffer, info: TensorInfo) -> Matrix:
+        n_out, n_in = info.shape
+        form = format_of(info.type)
+        parts = _parts(form.packed_shapes(n_out, n_in))
+        host = {field: np.empty(shape, dtype) for field, dtype, shape, _ in parts}
+        form.repack(self.plan.gguf.raw(info.name), n_out, n_in, Packed(**host))
+        views = {}
+        for field, dtype, shape, offset in parts:
+            views[field] = buffer.view(dtype, shape, offset=offset, name=f"{info.name}.{field}")
+            stream.copy_in(views[field], host[field])
+        stream.synchronize()
+        return Matrix(info.type, n_out, n_in, **views)
+
+    def release(self) -> None:
+        """Give the memory back."""
+        for buffer in self.buffers:
+            buffer.free()
+        self.buffers = ()
+        self.arena.release()
