@@ -1,0 +1,1 @@
+"""The ``refengine`` command: one file per command."""

@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from instrumentation.errors import OutOfMemoryError
+from instrumentation.errors import DeviceError, OutOfMemoryError
 from instrumentation.ownership import Owner
-from instrumentation.reservation import BufferRequest
+from instrumentation.reservation import BufferRequest, ReservationError
 from refengine.architectures import BUILDERS
-from refengine.executor import Executable, Executor, Operations
+from refengine.executor import Executor, Operations
 from refengine.graph import BatchShape, ContextShape
+from refengine.kernels.attention import PAGE
 from refengine.kernels.rope import rope_tables
 from refengine.memory.kv_cache import CacheShape, KVCache
 
@@ -57,6 +58,14 @@ class Batch:
     #: whose logits are wanted
     outputs: npt.NDArray[np.bool_]
 
+    def __post_init__(self) -> None:
+        shape = (len(self.tokens),)
+        for array in (self.tokens, self.position, self.sequence):
+            assert array.shape == shape, self
+            assert array.dtype == np.int32, self
+        assert self.outputs.shape == shape, self
+        assert self.outputs.dtype == np.bool_, self
+
     @classmethod
     def of(cls, tokens: Any, start: int, sequence: int, outputs: str) -> Batch:
         """Consecutive tokens of one sequence from position ``start``; outputs ``"all"``, ``"last"`` or ``"none"``."""
@@ -78,17 +87,16 @@ class ContextSettings:
     n_sequences: int
     cache_type: CacheType
     capture: bool
-    worst_case_reserve: bool = True
 
     def __post_init__(self) -> None:
         assert min(self.n_ctx, self.n_batch, self.n_ubatch, self.n_sequences) >= 1, self
 
     @property
     def worst_shapes(self) -> list[BatchShape]:
-        """Batch shapes that need the most memory."""
-        n_tokens = min(self.n_ubatch, self.n_batch, self.n_ctx * self.n_sequences)
-        outputs = min(n_tokens, MAX_OUTPUTS)
-        return [BatchShape(n_tokens, outputs), BatchShape(outputs, outputs), BatchShape(n_tokens, 1)]
+        """Batch shapes that need the most memory: one, since a plan grows with each extent of its shape."""
+        cells = -(-self.n_ctx // PAGE) * PAGE
+        n_tokens = min(self.n_ubatch, self.n_batch, cells, self.n_ctx * self.n_sequences)
+        return [BatchShape(n_tokens, min(n_tokens, MAX_OUTPUTS))]
 
 
 def cache_shape(config: ModelConfig, settings: ContextSettings) -> CacheShape:
@@ -140,8 +148,7 @@ class Context:
             undo.callback(self.stream.destroy)
             self.cache = KVCache(allocator, cache_shape(config, settings), self.owner)
             undo.callback(self.cache.release)
-            rotary = self._load_rotary(allocator, weights)
-            undo.callback(self._release_rotary)
+            rotary = self._load_rotary(allocator, weights, undo)
             operations = Operations(weights, self.cache.layers, settings.cache_type, rotary)
             self.executor = Executor(
                 allocator, self.stream, self.owner, graph_builder(config, settings), operations,
@@ -155,7 +162,7 @@ class Context:
         #: what the last decode failed with
         self.error: Exception | None = None
 
-    def _load_rotary(self, allocator: Allocator, weights: Weights) -> tuple[View, View]:
+    def _load_rotary(self, allocator: Allocator, weights: Weights, undo: ExitStack) -> tuple[View, View]:
         config, settings = self.config, self.settings
         factors = None
         if config.rope_freqs:
@@ -165,26 +172,19 @@ class Context:
             factors = host
         tables = rope_tables(settings.n_ctx, config.n_rot, config.rope_base, config.rope_freq_scale, factors)
         requests = rotary_requests(config, settings, self.owner)
-        self._rotary_arena = allocator.reserve_arena(
+        arena = allocator.reserve_arena(
             allocator.arena_size(requests), owner=self.owner, name="rotary"
         ).unwrap()
-        try:
-            self._rotary = self._rotary_arena.reserve_all(requests).unwrap()
-        except BaseException:
-            self._rotary_arena.release()
-            raise
+        undo.callback(arena.release)
         views = []
-        for buffer, table in zip(self._rotary, tables, strict=True):
+        for buffer, table in zip(arena.reserve_all(requests).unwrap(), tables, strict=True):
+            undo.callback(buffer.free)
             view = buffer.view(np.float32, table.shape)
             self.stream.copy_in(view, table)
             views.append(view)
         self.stream.synchronize()
-        return views[0], views[1]
-
-    def _release_rotary(self) -> None:
-        for buffer in self._rotary:
-            buffer.free()
-        self._rotary_arena.release()
+        cosine, sine = views
+        return cosine, sine
 
     def decode(self, batch: Batch) -> DecodeStatus:
         """Compute a batch; positions of a sequence must follow what its cache holds.
@@ -244,13 +244,16 @@ class Context:
         return stop if len(wanted) <= MAX_OUTPUTS else start + int(wanted[MAX_OUTPUTS])
 
     def _run(
-        self, batch: Batch, start: int, stop: int, rows: npt.NDArray[np.int32], logits: npt.NDArray[np.float32]
+        self,
+        batch: Batch,
+        start: int,
+        stop: int,
+        rows: npt.NDArray[np.int32],
+        logits: npt.NDArray[np.float32],
     ) -> DecodeStatus:
         executable = self.executor.prepare(BatchShape(stop - start, len(rows)))
-        if not isinstance(executable, Executable):
-            self.error = executable.error
-            log.error("failed to reserve graph", error=str(executable.error), owner=str(self.owner))
-            return DecodeStatus.ALLOC_FAILED
+        if isinstance(executable, ReservationError):
+            return self._failed(DecodeStatus.ALLOC_FAILED, "failed to reserve graph", executable)
         position, sequence = batch.position[start:stop], batch.sequence[start:stop]
         inputs: dict[str, npt.NDArray[Any]] = {
             "tokens": batch.tokens[start:stop],
@@ -264,10 +267,15 @@ class Context:
         try:
             self.executor.run(executable, inputs, {"result_output": logits} if len(rows) else {})
         except OutOfMemoryError as error:
-            self.error = error
-            log.error("failed to reserve graph", error=str(error), owner=str(self.owner))
-            return DecodeStatus.ALLOC_FAILED
+            return self._failed(DecodeStatus.ALLOC_FAILED, "failed to reserve graph", error)
+        except DeviceError as error:
+            return self._failed(DecodeStatus.COMPUTE_FAILED, "failed to compute graph", error)
         return DecodeStatus.OK
+
+    def _failed(self, status: DecodeStatus, event: str, error: Exception) -> DecodeStatus:
+        self.error = error
+        log.error(event, error=str(error), owner=str(self.owner))
+        return status
 
     def release(self) -> None:
         """Give everything back."""

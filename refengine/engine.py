@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from instrumentation.allocator import Allocator
+from instrumentation.allocator import Allocator, Faults
 from instrumentation.devices import open_device
 from instrumentation.errors import FindingError
 from instrumentation.findings import Finding, FindingLog
@@ -26,6 +25,7 @@ from refengine.context import MAX_OUTPUTS, Batch, Context, DecodeStatus
 from refengine.errors import ComputeError, ContextSizeError, RequestError
 from refengine.generation import FinishReason, Generation, Timings
 from refengine.gguf_file import GGUFFile
+from refengine.models import resolve_model
 from refengine.options import EngineOptions
 from refengine.sampling import Sampler, SamplingParams
 from refengine.tokenizer import Tokenizer
@@ -33,9 +33,13 @@ from refengine.weights import Progress, WeightPlan, Weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
+    from types import TracebackType
 
 Prompt = str | bytes | Sequence[int]
 MODEL_OWNER = Owner("model")
+#: logit of a token that must not be chosen: finite, so that it is told apart from a kernel's mistake
+NEVER = np.float32(-1e30)
 
 
 def load(
@@ -44,16 +48,18 @@ def load(
     override_kv: Mapping[str, int | float | bool | str] | None = None,
     progress: Progress | None = None,
     on_finding: Callable[[Finding], None] | None = None,
+    faults: Faults | None = None,
     **options: Any,
 ) -> Engine:
     """Load a model. ``options`` are the fields of ``EngineOptions``, which documents them.
 
-    ``progress(done, total)`` is called with bytes of weights. Raises ``ModelFileError``, ``UnsupportedModelError``,
+    ``progress(done, total)`` is called with bytes of weights. ``faults`` decides which reservations fail on purpose.
+    Raises ``ModelFileError``, ``UnsupportedModelError``,
     ``BadInputError``, ``OutOfMemoryError``; what was reserved by then is given back.
     """
     checked = EngineOptions(**options)
-    with GGUFFile.open(Path(path), override_kv=override_kv) as gguf:
-        return Engine(gguf, checked, progress=progress, on_finding=on_finding)
+    with GGUFFile.open(resolve_model(path), override_kv=override_kv) as gguf:
+        return Engine(gguf, checked, progress=progress, on_finding=on_finding, faults=faults)
 
 
 class Engine:
@@ -66,6 +72,7 @@ class Engine:
         *,
         progress: Progress | None = None,
         on_finding: Callable[[Finding], None] | None = None,
+        faults: Faults | None = None,
     ) -> None:
         started = time.perf_counter()
         self.options = options
@@ -82,12 +89,19 @@ class Engine:
         template = gguf.metadata.get("tokenizer.chat_template")
         self.chat_template = template if isinstance(template, str) else None
         self._log = FindingLog(on_finding)
+        # Held for one computation. A stream holds its turn from its first piece to its last.
         self._lock = threading.RLock()
+        self._turn = threading.Lock()
+        self._turn_thread: int | None = None
         self._closed = False
         with ExitStack() as undo:
             self.device = open_device(options.device, threads=options.threads)
             self.allocator = Allocator(
-                self.device, level=self.level, findings=self._log, limit=options.device_memory_limit
+                self.device,
+                level=self.level,
+                findings=self._log,
+                limit=options.device_memory_limit,
+                faults=faults,
             )
             undo.callback(self.allocator.close)
             self.device.watch(self.allocator)
@@ -127,9 +141,13 @@ class Engine:
         **sampling: Any,
     ) -> Generation:
         """Generate to the end and return everything; ``sampling`` are the fields of ``SamplingParams``."""
-        run = _Run(self, prompt, n_predict, parse_special=parse_special, ignore_eos=ignore_eos, sampling=sampling)
+        run = _Run(
+            self, prompt, n_predict, parse_special=parse_special, ignore_eos=ignore_eos, sampling=sampling
+        )
         kept: list[npt.NDArray[np.float32]] = []
-        text = "".join(run.pieces(kept if return_logits else None))
+        # Closed here, not when the garbage collector comes by: an interrupt may hit between two pieces.
+        with closing(run.pieces(kept if return_logits else None)) as pieces:
+            text = "".join(pieces)
         empty = np.empty((0, self.config.n_vocab), np.float32)
         return run.result(text, np.stack(kept) if kept else empty if return_logits else None)
 
@@ -142,15 +160,18 @@ class Engine:
         parse_special: bool = True,
         on_end: Callable[[Generation], None] | None = None,
         **sampling: Any,
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         """Pieces of text as they come, never half a character. ``on_end`` is given the whole at the end."""
-        run = _Run(self, prompt, n_predict, parse_special=parse_special, ignore_eos=ignore_eos, sampling=sampling)
+        run = _Run(
+            self, prompt, n_predict, parse_special=parse_special, ignore_eos=ignore_eos, sampling=sampling
+        )
 
-        def pieces() -> Iterator[str]:
+        def pieces() -> Generator[str, None, None]:
             text = []
-            for piece in run.pieces(None):
-                text.append(piece)
-                yield piece
+            with closing(run.pieces(None)) as inner:
+                for piece in inner:
+                    text.append(piece)
+                    yield piece
             if on_end is not None:
                 on_end(run.result("".join(text), None))
 
@@ -191,12 +212,19 @@ class Engine:
     # --- inside
 
     def _check_tokens(self, tokens: Sequence[int]) -> list[int]:
-        ids = [int(t) for t in tokens]
+        try:
+            ids = [operator.index(t) for t in tokens]
+        except TypeError as error:
+            raise RequestError(
+                f"tokens are not whole numbers ({error}); give a sequence of token ids"
+            ) from None
         if not ids:
             raise RequestError("the prompt is empty; give at least one token")
         wrong = next((t for t in ids if not 0 <= t < self.config.n_vocab), None)
         if wrong is not None:
-            raise RequestError(f"token {wrong} is out of range; this model has tokens 0 to {self.config.n_vocab - 1}")
+            raise RequestError(
+                f"token {wrong} is out of range; this model has tokens 0 to {self.config.n_vocab - 1}"
+            )
         if len(ids) > self.settings.n_ctx:
             raise ContextSizeError(
                 f"request ({len(ids)} tokens) exceeds the available context size ({self.settings.n_ctx} tokens), "
@@ -204,38 +232,43 @@ class Engine:
             )
         return ids
 
-    def _sequence(self) -> _SequenceLease:
+    @contextmanager
+    def _sequence(self) -> Iterator[int]:
+        """The engine's one sequence, for one request at a time; empty before and after, whatever happened."""
+        if self._turn_thread == threading.get_ident():
+            raise RequestError(
+                "a stream of this engine is not finished; exhaust or close it before the next request"
+            )
+        # Not re-entrant, and any thread may release it: a stream may end in another thread than it began in.
+        with self._turn:
+            self._turn_thread = threading.get_ident()
+            try:
+                self._clear(0)
+                yield 0
+            finally:
+                self._turn_thread = None
+                if not self._closed:
+                    self._clear(0)
+
+    def _clear(self, sequence: int) -> None:
+        with self._lock:
+            self._require_open()
+            self.context.cache.remove(sequence)
+
+    def _require_open(self) -> None:
         if self._closed:
             raise RequestError("the engine is closed; load the model again")
-        return _SequenceLease(self)
 
     def _decode(self, batch: Batch) -> None:
-        status = self.context.decode(batch)
+        with self._lock:
+            self._require_open()
+            status = self.context.decode(batch)
         if status == DecodeStatus.OK:
             return
         if status == DecodeStatus.NO_KV_SLOT:
             raise ContextSizeError("Context size has been exceeded.")
         reason = f": {self.context.error}" if self.context.error else ""
         raise ComputeError(f"Compute error. (decode status {int(status)}){reason}") from self.context.error
-
-
-class _SequenceLease:
-    """Holds the engine's one sequence for a request and clears it afterwards, whatever happened."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def __enter__(self) -> int:
-        self.engine._lock.acquire()  # noqa: SLF001
-        self.engine.context.cache.remove(0)
-        return 0
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            if not self.engine._closed:  # noqa: SLF001
-                self.engine.context.cache.remove(0)
-        finally:
-            self.engine._lock.release()  # noqa: SLF001
 
 
 class _Run:
@@ -251,8 +284,10 @@ class _Run:
         ignore_eos: bool,
         sampling: dict[str, Any],
     ) -> None:
-        if n_predict != -1 and n_predict < 1:
-            raise RequestError(f"n_predict is {n_predict}; give a positive number, or -1 for until the end")
+        if not isinstance(n_predict, int) or (n_predict != -1 and n_predict < 1):
+            raise RequestError(
+                f"n_predict is {n_predict!r}; give a positive whole number, or -1 for until the end"
+            )
         self.engine = engine
         self.n_predict = n_predict
         self.ignore_eos = ignore_eos
@@ -264,7 +299,7 @@ class _Run:
         self.reason: FinishReason = "cancelled"
         self.timings = Timings()
 
-    def pieces(self, logits: list[npt.NDArray[np.float32]] | None) -> Iterator[str]:
+    def pieces(self, logits: list[npt.NDArray[np.float32]] | None) -> Generator[str, None, None]:
         """Text as it comes; ``logits`` collects the row that each token was chosen from."""
         engine, decoder = self.engine, self.engine.tokenizer.stream(skip_special=True)
         with engine._sequence() as sequence:  # noqa: SLF001
@@ -304,7 +339,7 @@ class _Run:
     def _choose(self, row: npt.NDArray[np.float32], position: int) -> int:
         if self.ignore_eos:
             row = row.copy()
-            row[sorted(self.engine.tokenizer.eos_ids)] = -np.inf
+            row[sorted(self.engine.tokenizer.eos_ids)] = NEVER
         return self.sampler.sample(row, position, [*self.prompt, *self.tokens])
 
     def _reason(self, token: int, position: int) -> FinishReason:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from instrumentation.devices.base import Stream
     from instrumentation.overlay import Overlay
     from instrumentation.ownership import Owner
-    from instrumentation.reservation import Reservation
+    from instrumentation.reservation import ReservationError
     from instrumentation.view import View
     from refengine.graph import BatchShape, Graph, Node
     from refengine.kernels.attention import CacheType
@@ -39,7 +39,7 @@ class Operations:
     cache_type: CacheType
     rotary: tuple[View, View]
 
-    def call(self, graph: Graph, node: Node, views: Mapping[str, View]) -> Call:
+    def call(self, node: Node, views: Mapping[str, View]) -> Call:
         """The launch that a node stands for."""
         matrices = self.weights.matrices
         vectors = self.weights.vectors
@@ -97,15 +97,17 @@ class Executor:
         self._executables: OrderedDict[BatchShape, Executable] = OrderedDict()
 
     def worst_case(self, shapes: list[BatchShape]) -> int:
-        """Bytes of a compute arena in which each of these shapes fits."""
+        """Bytes of a compute arena in which each of these shapes, and each smaller one, fits."""
         return max(self.allocator.arena_size(plan(self.build(s), self.owner).requests) for s in shapes)
 
     def reserve(self, nbytes: int) -> None:
         """Reserve the compute arena; raises ``OutOfMemoryError``."""
         self.arena = self.allocator.reserve_arena(nbytes, owner=self.owner, name="compute").unwrap()
 
-    def prepare(self, shape: BatchShape) -> Executable | Reservation[Overlay]:
-        """The executable of a shape; the failed reservation when its layout could not be reserved."""
+    def prepare(self, shape: BatchShape) -> Executable | ReservationError:
+        """The executable of a shape; the failure when its layout could not be reserved."""
+        # What an interrupted run left in the queue must not run when another layout is active.
+        self.stream.synchronize()
         if shape in self._executables:
             self._executables.move_to_end(shape)
             return self._executables[shape]
@@ -115,8 +117,8 @@ class Executor:
         layout = plan(graph, self.owner)
         name = f"compute {shape.n_tokens}x{shape.n_outputs}"
         reservation = self.arena.reserve_overlay(layout.requests, owner=self.owner, name=name)
-        if not reservation.ok:
-            return reservation
+        if reservation.error is not None:
+            return reservation.error
         executable = Executable(graph, reservation.value, layout)
         self._executables[shape] = executable
         return executable
@@ -126,29 +128,36 @@ class Executor:
         executable.overlay.activate()
         for name, array in inputs.items():
             self.stream.copy_in(executable.views[name], np.ascontiguousarray(array))
-        if executable.captured is None and self.capture:
-            self.stream.begin_capture()
-            try:
-                self._launch_all(executable)
-                executable.captured = self.stream.end_capture(f"{self.owner} {executable.graph.shape}")
-            finally:
-                self.stream.abandon_capture()
-        if executable.captured is not None:
-            self.stream.replay(executable.captured)
-        else:
-            self._launch_all(executable)
+        self._queue_launches(executable)
         for name, array in outputs.items():
             self.stream.copy_out(array, executable.views[name])
         self.stream.synchronize()
 
+    def _queue_launches(self, executable: Executable) -> None:
+        if executable.captured is None and self.capture:
+            executable.captured = self._captured(executable)
+        if executable.captured is not None:
+            self.stream.replay(executable.captured)
+        else:
+            self._launch_all(executable)
+
+    def _captured(self, executable: Executable) -> CapturedGraph:
+        shape = executable.graph.shape
+        self.stream.begin_capture()
+        try:
+            self._launch_all(executable)
+            return self.stream.end_capture(f"{self.owner} {shape.n_tokens}x{shape.n_outputs}")
+        finally:
+            self.stream.abandon_capture()
+
     def _launch_all(self, executable: Executable) -> None:
-        graph = executable.graph
-        for node in graph.nodes:
-            call = self.operations.call(graph, node, executable.views)
+        for node in executable.graph.nodes:
+            call = self.operations.call(node, executable.views)
             self.stream.launch(call.kernel, call.grid, call.arguments)
 
     def release(self) -> None:
         """Give everything back."""
+        self.stream.synchronize()
         for executable in self._executables.values():
             executable.release()
         self._executables.clear()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 #: why a generation ended: end-of-generation token, n_predict reached, context full, or cancelled
 FinishReason = Literal["stop", "length", "context", "cancelled"]

@@ -6,15 +6,19 @@ names are those of other GGUF engines (``attn_norm-0``, ``result_output``), so t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 Kind = Literal["input", "compute", "output"]
+#: what the first axis of a tensor counts: rows computed, rows whose logits are wanted, or neither of them
+Rows = Literal["tokens", "outputs", "fixed"]
 Setting = int | float | str
 
 
@@ -26,7 +30,7 @@ class BatchShape:
     n_outputs: int
 
     def __post_init__(self) -> None:
-        assert 1 <= self.n_tokens, self
+        assert self.n_tokens >= 1, self
         assert 0 <= self.n_outputs <= self.n_tokens, self
 
 
@@ -51,8 +55,10 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: np.dtype[np.generic]
     kind: Kind
+    rows: Rows
 
     def __post_init__(self) -> None:
+        assert self.shape, self
         assert all(n >= 1 for n in self.shape), self
 
     @property
@@ -78,12 +84,14 @@ class Graph:
     """Nodes in execution order, with every tensor that they name."""
 
     shape: BatchShape
+    #: what the first axis of results counts from here on
+    rows: Rows = "tokens"
     nodes: list[Node] = field(default_factory=list)
     tensors: dict[str, TensorSpec] = field(default_factory=dict)
 
-    def input(self, name: str, shape: tuple[int, ...], dtype: Any = np.int32) -> str:
+    def input(self, name: str, shape: tuple[int, ...], rows: Rows, dtype: Any = np.int32) -> str:
         """A tensor that the host fills before each run."""
-        return self._tensor(name, shape, dtype, "input")
+        return self._tensor(name, shape, dtype, "input", rows)
 
     def add(
         self,
@@ -101,7 +109,7 @@ class Graph:
         for tensor in tensors.values():
             assert tensor in self.tensors, f"{op} {name}: {tensor} is not in the graph yet"
         if shape is not None:
-            self._tensor(name, shape, np.float32, kind)
+            self._tensor(name, shape, np.float32, kind, self.rows)
         self.nodes.append(
             Node(
                 op,
@@ -114,7 +122,9 @@ class Graph:
         )
         return name
 
-    def _tensor(self, name: str, shape: tuple[int, ...], dtype: Any, kind: Kind) -> str:
+    def _tensor(self, name: str, shape: tuple[int, ...], dtype: Any, kind: Kind, rows: Rows) -> str:
         assert name not in self.tensors, f"tensor {name} is in the graph already"
-        self.tensors[name] = TensorSpec(name, shape, np.dtype(dtype), kind)
+        counted = {"tokens": self.shape.n_tokens, "outputs": self.shape.n_outputs, "fixed": shape[0]}
+        assert shape[0] == counted[rows], f"tensor {name} of shape {shape} has not as many rows as {rows}"
+        self.tensors[name] = TensorSpec(name, shape, np.dtype(dtype), kind, rows)
         return name

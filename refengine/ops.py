@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,8 @@ from refengine.kernels.norm import rms_norm
 from refengine.kernels.rope import Pairing, rope
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from instrumentation.devices.launch import Argument
     from instrumentation.kernel import Kernel
     from instrumentation.view import View
@@ -72,7 +73,12 @@ def _rms_norm(o: Operands) -> Call:
     row = int(o.settings["row"])
     shape = (o.y.size // row, row)
     x, y = o.tensors["x"].reshape(shape), o.y.reshape(shape)
-    arguments: dict[str, Argument] = {"x": x, "weight": o.vectors["weight"], "y": y, "eps": float(o.settings["eps"])}
+    arguments: dict[str, Argument] = {
+        "x": x,
+        "weight": o.vectors["weight"],
+        "y": y,
+        "eps": float(o.settings["eps"]),
+    }
     return Call(rms_norm, x.shape[0], arguments)
 
 

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from instrumentation.devices.launch import MAX_GRID_YZ
 from instrumentation.errors import BadInputError
 from instrumentation.levels import Level
+from refengine.config import MAX_CONTEXT
 from refengine.context import ContextSettings
 from refengine.kernels.attention import CACHE_DTYPES
 
 if TYPE_CHECKING:
     from refengine.config import ModelConfig
     from refengine.kernels.attention import CacheType
+
+_RANGES = {
+    "n_ctx": (0, MAX_CONTEXT),
+    "n_batch": (1, MAX_CONTEXT),
+    # A launch has a row of blocks for each token.
+    "n_ubatch": (1, MAX_GRID_YZ),
+    "n_slots": (1, MAX_CONTEXT),
+    "draft_n_max": (0, MAX_CONTEXT),
+    "draft_n_min": (0, MAX_CONTEXT),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +58,20 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if Level.parse(self.check) > Level.GUARD:
             raise BadInputError(f"check level {self.check} is not built yet; use off or guard")
-        for name, low in (("n_ctx", 0), ("n_batch", 1), ("n_ubatch", 1), ("n_slots", 1)):
+        for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise BadInputError(f"{name} is {value!r}; give a whole number of at least {low}")
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise BadInputError(f"{name} is {value!r}; give a whole number from {low} to {high}")
+        self._check_kinds()
         if self.cache_type_k != self.cache_type_v:
             raise BadInputError(
                 f"cache types {self.cache_type_k} and {self.cache_type_v}: different types for keys and values are "
                 "not built yet; give both the same"
             )
         if self.cache_type_k not in CACHE_DTYPES:
-            raise BadInputError(f"cache type {self.cache_type_k!r} is unknown; use one of {', '.join(CACHE_DTYPES)}")
+            raise BadInputError(
+                f"cache type {self.cache_type_k!r} is unknown; use one of {', '.join(CACHE_DTYPES)}"
+            )
         not_built = {
             "n_slots": self.n_slots != 1,
             "spec_type": self.spec_type != "none",
@@ -66,7 +81,17 @@ class EngineOptions:
         }
         for name, asked in not_built.items():
             if asked:
-                raise BadInputError(f"{name}={getattr(self, name)!r} is not built yet; leave it at its default")
+                raise BadInputError(
+                    f"{name}={getattr(self, name)!r} is not built yet; leave it at its default"
+                )
+
+    def _check_kinds(self) -> None:
+        for field in fields(self):
+            kind = {"str": str, "bool": bool}.get(str(field.type))
+            value = getattr(self, field.name)
+            if kind is not None and not isinstance(value, kind):
+                wanted = "text" if kind is str else "True or False"
+                raise BadInputError(f"{field.name} is {value!r}; give {wanted}")
 
     def context_settings(self, config: ModelConfig) -> ContextSettings:
         """Sizes of the target context for a model."""

@@ -1,20 +1,23 @@
 """Place a graph's tensors in memory: lifetimes -> buffers, before anything runs.
 
 A buffer is used again only by tensors of exactly its size, so that each tensor ends where its buffer ends and the
-guard bytes behind it are the tensor's own.
+guard bytes behind it are the tensor's own. Tensors that count different rows never share one, although their sizes
+may be equal by chance: so what is shared does not depend on the batch shape, and a plan grows with each extent of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from instrumentation.reservation import BufferRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from instrumentation.ownership import Owner
-    from refengine.graph import Graph
+    from refengine.graph import Graph, Node, Rows, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -32,31 +35,33 @@ class Plan:
 
 def plan(graph: Graph, owner: Owner) -> Plan:
     """Lifetimes of a graph's tensors -> a plan. Inputs and outputs live through the whole run."""
-    last_use = {name: -1 for name in graph.tensors}
-    for i, node in enumerate(graph.nodes):
-        for name in (*node.tensors.values(), *([node.output] if node.output else [])):
-            last_use[name] = i
+    last_use = {name: i for i, node in enumerate(graph.nodes) for name in _named_by(node)}
     requests: list[BufferRequest] = []
     place: dict[str, int] = {}
-    free: dict[int, list[int]] = {}
+    free: defaultdict[tuple[Rows, int], list[int]] = defaultdict(list)
 
-    def put(name: str) -> None:
-        nbytes = graph.tensors[name].nbytes
-        if graph.tensors[name].kind == "compute" and free.get(nbytes):
-            place[name] = free[nbytes].pop()
-            return
-        place[name] = len(requests)
-        requests.append(BufferRequest(nbytes=nbytes, owner=owner, name=f"compute.{name}"))
+    def put(spec: TensorSpec) -> None:
+        reusable = free[spec.rows, spec.nbytes] if spec.kind == "compute" else []
+        if reusable:
+            place[spec.name] = reusable.pop()
+        else:
+            place[spec.name] = len(requests)
+            requests.append(BufferRequest(nbytes=spec.nbytes, owner=owner, name=f"compute.{spec.name}"))
 
     for spec in graph.tensors.values():
         if spec.kind == "input":
-            put(spec.name)
+            put(spec)
     for i, node in enumerate(graph.nodes):
         if node.output is not None:
-            put(node.output)
+            put(graph.tensors[node.output])
         # An operation's output never shares a buffer with its inputs: they are freed after it.
-        for name in {*node.tensors.values(), *([node.output] if node.output else [])}:
+        for name in _named_by(node):
             spec = graph.tensors[name]
             if last_use[name] == i and spec.kind == "compute":
-                free.setdefault(spec.nbytes, []).append(place[name])
+                free[spec.rows, spec.nbytes].append(place[name])
     return Plan(tuple(requests), place)
+
+
+def _named_by(node: Node) -> dict[str, None]:
+    """Tensors of a node, each once, in an order that does not change from process to process."""
+    return dict.fromkeys((*node.tensors.values(), *([node.output] if node.output is not None else [])))

@@ -85,7 +85,9 @@ class WeightPlan:
                 )
             return info.n_elements * 4
         if len(info.shape) != 2:
-            raise UnsupportedModelError(f"tensor {info.name} has {len(info.shape)} dimensions; 1 or 2 are supported")
+            raise UnsupportedModelError(
+                f"tensor {info.name} has {len(info.shape)} dimensions; 1 or 2 are supported"
+            )
         return _packed_nbytes(format_of(info.type).packed_shapes(*info.shape))
 
     @property

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy.typing as npt
 
-    from instrumentation.devices.launch import Argument
+    from instrumentation.devices.launch import Argument, Grid
     from instrumentation.kernel import Kernel
     from instrumentation.ownership import Owner
     from instrumentation.view import View
@@ -97,9 +98,7 @@ class Stream(Protocol):
     name: str
     owner: Owner
 
-    def launch(
-        self, kernel: Kernel, grid: int | tuple[int, ...], arguments: Mapping[str, Argument]
-    ) -> None:
+    def launch(self, kernel: Kernel, grid: Grid, arguments: Mapping[str, Argument]) -> None:
         """Queue a kernel over ``grid`` blocks. Raises ``BadInputError`` or ``FindingError`` and queues nothing."""
         ...
 

@@ -40,14 +40,14 @@ def run_launches(records: Any, begin: int, end: int, threads: int, ranges: Any) 
 def holds(address: int, nbytes: int, byte: int) -> bool:
     """Whether every byte of a range has one value."""
     data = numba.carray(bytes_at(address), nbytes)
-    for i in range(nbytes):
+    for i in range(nbytes):  # noqa: SIM110 - Numba compiles no generator in all()
         if data[i] != byte:
             return False
     return True
 
 
 @numba.extending.intrinsic
-def bytes_at(_typing: Any, address: Any) -> Any:
+def bytes_at(_typing: Any, _address: Any) -> Any:
     """Pointer to bytes at an address."""
     result = numba.types.CPointer(numba.types.uint8)
     signature = result(numba.types.int64)

@@ -47,8 +47,14 @@ class HostMemory:
 
     def release(self, address: int) -> None:
         """Give back what ``allocate`` returned."""
-        if self._blocks.pop(address, None) is None:
+        self.take(address)
+
+    def take(self, address: int) -> Bytes:
+        """Forget what ``allocate`` returned; it stays mapped for as long as the caller keeps the result."""
+        block = self._blocks.pop(address, None)
+        if block is None:
             raise DeviceError(f"host memory: release of {address:#x}, which was not allocated here")
+        return block
 
     def fill_bytes(self, address: int, nbytes: int, value: int) -> None:
         """Set ``nbytes`` bytes to ``value``."""

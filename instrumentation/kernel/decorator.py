@@ -3,60 +3,76 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from numba.core import types as nb
 
 from instrumentation.errors import KernelDialectError
 from instrumentation.kernel.access import AccessSets, access_sets
 from instrumentation.kernel.host_compile import CompiledKernel, compile_host
 from instrumentation.kernel.lower_cuda import compile_ptx, cuda_function, cuda_signature
 from instrumentation.kernel.lower_host import HostOptions
-from instrumentation.kernel.parse import ParsedFunction, parse_function
+from instrumentation.kernel.parse import ParsedFunction, number_type, parse_function
+from instrumentation.kernel.plan import KernelPlan, plan_kernel
 from instrumentation.kernel.types import signature_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_PLAIN = HostOptions()
 
 
 class DeviceFunction:
-    """A function that kernels call. One that holds a barrier or shuffle is inlined; from Python it runs as it is."""
+    """A function that kernels call. One that waits or asks for its thread is inlined; Python runs it as it is."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        self.parsed: ParsedFunction = parse_function(function)
         functools.update_wrapper(self, function)
         self.function = function
-        self.parsed: ParsedFunction = parse_function(function, (DeviceFunction,))
         self.access: AccessSets = access_sets(self.parsed)
-        self._cuda: Any = None
+        self._cuda: dict[tuple[int, int] | None, Any] = {}
 
     def __call__(self, *arguments: Any) -> Any:
+        """Run the Python function."""
         return self.function(*arguments)
 
-    def cuda_device(self) -> Any:
-        """The ``numba.cuda`` device function."""
-        if self._cuda is None:
+    def cuda_device(self, compute_capability: tuple[int, int] | None = None) -> Any:
+        """The ``numba.cuda`` device function: for the current device, or for one that is not here."""
+        if compute_capability not in self._cuda:
             from numba import cuda  # noqa: PLC0415
 
-            self._cuda = cuda.jit(device=True)(cuda_function(self.function))
-        return self._cuda
+            own = cuda_function(self.function, self.parsed, compute_capability)
+            self._cuda[compute_capability] = cuda.jit(device=True)(own)
+        return self._cuda[compute_capability]
+
+    def __repr__(self) -> str:
+        return f"<device function {self.parsed.name}>"
 
 
 class Kernel:
     """A parsed kernel. ``reads`` and ``writes`` name its array parameters; ``block`` is its shape of threads."""
 
     def __init__(self, function: Callable[..., Any], block: tuple[int, ...], *, strict: bool) -> None:
+        self.signature: dict[str, Any] = _checked_signature(function)
+        ranks = {name: kind.ndim for name, kind in self.signature.items() if isinstance(kind, nb.Array)}
+        self.parsed: ParsedFunction = parse_function(function, ranks)
         functools.update_wrapper(self, function)
         self.function = function
         self.block = block
         self.strict = strict
-        self.parsed: ParsedFunction = parse_function(function, (DeviceFunction,))
         self.name = self.parsed.name
-        self.access: AccessSets = access_sets(self.parsed)
-        self.signature: dict[str, Any] = signature_of(function)
         missing = [p for p in self.parsed.parameters if p not in self.signature]
         if missing:
             self.parsed.refuse(
                 self.parsed.line,
                 f"parameters {missing} have no type: annotate them with instrumentation.kernel.types",
             )
+        self.access: AccessSets = access_sets(self.parsed)
+        self.plan: KernelPlan = plan_kernel(self.parsed, self.access, self.signature, block)
         self._host: dict[HostOptions, CompiledKernel] = {}
+        self._lock = threading.Lock()
 
     @property
     def reads(self) -> frozenset[str]:
@@ -68,23 +84,40 @@ class Kernel:
         """Array parameters that the kernel writes."""
         return self.access.writes
 
-    def host(self, options: HostOptions = HostOptions()) -> CompiledKernel:  # noqa: B008
+    def host(self, options: HostOptions = _PLAIN) -> CompiledKernel:
         """The compiled host form; compiled on first use, then from the disk cache."""
-        if options not in self._host:
-            self._host[options] = compile_host(
-                self.parsed, self.access, self.signature, self.block, options, strict_floats=self.strict
-            )
-        return self._host[options]
+        with self._lock:
+            if options not in self._host:
+                self._host[options] = compile_host(self.plan, options, strict_floats=self.strict)
+            return self._host[options]
 
     def ptx(self, compute_capability: tuple[int, int]) -> str:
         """PTX text for a compute capability, compiled without a GPU."""
-        return compile_ptx(self.function, cuda_signature(self.function), compute_capability)
+        return compile_ptx(self.function, self.parsed, cuda_signature(self.signature), compute_capability)
 
     def __call__(self, *_arguments: Any) -> None:
+        """Refuse: a kernel runs on a device."""
         raise KernelDialectError(f"{self.name} is a kernel: launch it on a device's stream")
 
     def __repr__(self) -> str:
         return f"<kernel {self.name} block={self.block}>"
+
+
+def _checked_signature(function: Any) -> dict[str, Any]:
+    code = getattr(function, "__code__", None)
+    where = f"{code.co_filename}:{code.co_firstlineno}: {function.__name__}" if code else repr(function)
+    try:
+        signature = signature_of(function)
+    except (NameError, TypeError, AttributeError, SyntaxError) as error:
+        raise KernelDialectError(f"{where}: its annotations cannot be read: {error}") from error
+    for name, kind in signature.items():
+        is_array = isinstance(kind, nb.Array)
+        if number_type(kind.dtype if is_array else kind) is None or (is_array and kind.layout != "C"):
+            raise KernelDialectError(
+                f"{where}: parameter {name!r} has type {kind}: numbers and C-contiguous arrays of them, as in "
+                "instrumentation.kernel.types"
+            )
+    return signature
 
 
 def kernel(*, block: int | tuple[int, ...], strict: bool = False) -> Callable[[Callable[..., None]], Kernel]:
@@ -95,8 +128,11 @@ def kernel(*, block: int | tuple[int, ...], strict: bool = False) -> Callable[[C
     Raises ``KernelDialectError`` with file, line and reason for source outside the dialect.
     """
     shape = (block,) if isinstance(block, int) else tuple(block)
-    if not 1 <= len(shape) <= 3 or any(n < 1 for n in shape) or prod(shape) > 1024:
-        raise KernelDialectError(f"block {block}: one to three positive extents, at most 1024 threads together")
+    whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in shape)
+    if not 1 <= len(shape) <= 3 or not whole or prod(shape) > 1024 or (len(shape) == 3 and shape[2] > 64):
+        raise KernelDialectError(
+            f"block {block}: one to three positive extents, at most 1024 threads together and 64 along z"
+        )
 
     def decorate(function: Callable[..., None]) -> Kernel:
         return Kernel(function, shape, strict=strict)

@@ -87,24 +87,24 @@ class FunctionEmitter:
 
     def index_name(self, cuda: str, node: ast.AST) -> str:
         """Text of ``cuda.threadIdx.x`` and the like."""
-        if cuda == "warpsize":
-            return "32"
-        self.parsed.refuse(node, f"cuda.{cuda} cannot stand here")
+        if cuda != "warpsize":
+            self.parsed.refuse(node, f"cuda.{cuda} cannot stand here")
+        return "32"
 
     def cuda_call(self, cuda: str, node: ast.Call) -> str:
         """Text of a ``numba.cuda`` operation."""
         if cuda == "fma":
             return f"fma({', '.join(self.text(a) for a in node.args)})"
-        if cuda.startswith("atomic."):
-            operation = cuda.removeprefix("atomic.").rstrip("_")
-            assert isinstance(node.args[0], ast.Name)
-            place = self.place(node.args[0].id, node.args[1], node)
-            return self.access.atomic(operation, place, ", ".join(self.text(a) for a in node.args[2:]))
-        self.parsed.refuse(node, f"cuda.{cuda} cannot stand here")
+        if not cuda.startswith("atomic."):
+            self.parsed.refuse(node, f"cuda.{cuda} cannot stand here")
+        operation = cuda.removeprefix("atomic.").rstrip("_")
+        assert isinstance(node.args[0], ast.Name)
+        place = self.place(node.args[0].id, node.args[1], node)
+        return self.access.atomic(operation, place, ", ".join(self.text(a) for a in node.args[2:]))
 
     # --- expressions
 
-    def text(self, node: ast.expr) -> str:  # noqa: C901, PLR0911
+    def text(self, node: ast.expr) -> str:  # noqa: PLR0911
         """Host text of an expression."""
         if isinstance(node, ast.Name):
             return self.read(node.id)
@@ -118,7 +118,8 @@ class FunctionEmitter:
             return f"({_OPERATORS[type(node.op)].join(self.text(v) for v in node.values)})"
         if isinstance(node, ast.Compare):
             pairs = zip(node.ops, node.comparators, strict=True)
-            return f"({self.text(node.left)} {' '.join(f'{_OPERATORS[type(o)]} {self.text(c)}' for o, c in pairs)})"
+            rest = " ".join(f"{_OPERATORS[type(operation)]} {self.text(side)}" for operation, side in pairs)
+            return f"({self.text(node.left)} {rest})"
         if isinstance(node, ast.IfExp):
             return f"({self.text(node.body)} if {self.text(node.test)} else {self.text(node.orelse)})"
         if isinstance(node, ast.Subscript):
@@ -139,7 +140,7 @@ class FunctionEmitter:
             extents = self.extents(node.value.value.id)
             axis = node.slice.value
             if not isinstance(axis, int) or axis >= len(extents):
-                self.parsed.refuse(node, f"axis {axis} of {node.value.value.id}, which has {len(extents)}")
+                self.parsed.refuse(node, f"axis {axis!r} of {node.value.value.id}, which has {len(extents)}")
             return extents[axis]
         assert isinstance(node.value, ast.Name)
         return self.access.load(self.place(node.value.id, node.slice, node))
@@ -176,14 +177,17 @@ class FunctionEmitter:
         extents = self.extents(name)
         if len(indices) != len(extents):
             self.parsed.refuse(
-                node, f"{name} has {len(extents)} dimensions and is indexed with {len(indices)}: index at full rank"
+                node,
+                f"{name} has {len(extents)} dimensions and is indexed with {len(indices)}: index at full rank",
             )
         texts = tuple(self.text(i) for i in indices)
         number = texts[0]
         for text, extent in zip(texts[1:], extents[1:], strict=True):
             number = f"({number} * {extent} + {text})"
         line = line_of(self.parsed, node)
-        return Place(name, line, self.kind(name), f"v_{name}", texts, tuple(extents), self.element(name, number))
+        return Place(
+            name, line, self.kind(name), f"v_{name}", texts, tuple(extents), self.element(name, number)
+        )
 
     def element(self, _name: str, number: str) -> str:
         """Element number inside the storage of an array."""

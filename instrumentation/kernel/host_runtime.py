@@ -7,12 +7,15 @@ disjoint classes it belongs (``lane``: storage on the host stack for per-thread 
 vectorise lane loops without run-time alias checks.
 """
 
+# ruff: noqa: ARG001 - Numba reads the number of an intrinsic's arguments from its signature
 from __future__ import annotations
 
 from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core.errors import TypingError
+from numba.core.types.misc import CPointer, unliteral
 from numba.extending import intrinsic
 
 _I64 = ir.IntType(64)
@@ -21,7 +24,8 @@ KINDS = ("lane", "ro", "rw")
 __all__ = [
     "argument_pointer", "argument_scalar", "atomic_add", "atomic_and", "atomic_cas", "atomic_exch", "atomic_max",
     "atomic_min", "atomic_or", "atomic_sub", "atomic_xor", "call_blocks", "fma", "load_lane", "load_ro", "load_rw",
-    "poison", "shuffle_down", "shuffle_up", "shuffle_xor", "stack_array", "store_lane", "store_rw",
+    "poison", "shuffle_down", "shuffle_index", "shuffle_up", "shuffle_xor", "shuffled", "stack_array", "store_lane",
+    "store_rw",
 ]  # fmt: skip
 
 
@@ -39,9 +43,15 @@ def _element(context: Any, builder: Any, pointer: Any, index: Any, index_type: A
     return builder.gep(pointer, [offset], inbounds=True)
 
 
+def _want_integer(index: Any) -> None:
+    if not isinstance(index, types.Integer | types.Boolean):
+        raise TypingError(f"an index of type {index}: indices are whole numbers")
+
+
 def _access(kind: str) -> tuple[Any, Any]:
     @intrinsic
     def load(_typing: Any, pointer: Any, index: Any) -> Any:
+        _want_integer(index)
         signature = pointer.dtype(pointer, index)
 
         def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
@@ -55,6 +65,7 @@ def _access(kind: str) -> tuple[Any, Any]:
 
     @intrinsic
     def store(_typing: Any, pointer: Any, index: Any, value: Any) -> Any:
+        _want_integer(index)
         signature = types.void(pointer, index, value)
 
         def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
@@ -78,7 +89,7 @@ load_rw, store_rw = _access("rw")
 @intrinsic
 def argument_pointer(_typing: Any, slots: Any, index: Any, element: Any) -> Any:
     """Pointer stored in slot ``index`` of the argument block, to elements of a Numba scalar type."""
-    result = types.CPointer(element.instance_type)
+    result = CPointer(element.instance_type)
     signature = result(slots, types.int64, element)
 
     def generate(context: Any, builder: Any, _sig: Any, values: Any) -> Any:
@@ -107,7 +118,7 @@ def stack_array(_typing: Any, element: Any, length: Any) -> Any:
     if not isinstance(length, types.IntegerLiteral):
         return None
     count = length.literal_value
-    result = types.CPointer(element.instance_type)
+    result = CPointer(element.instance_type)
     signature = result(element, length)  # the literal: one body per length
 
     def generate(context: Any, builder: Any, _sig: Any, _values: Any) -> Any:
@@ -135,9 +146,12 @@ def poison(_typing: Any, pointer: Any, length: Any) -> Any:
 
 
 def _permutation(kind: str, offset: int) -> list[int]:
-    """For each lane of a warp, the lane whose value a shuffle brings (CUDA C++ guide, warp shuffle functions)."""
+    """For each lane of a warp, the lane whose value a shuffle by 0-31 brings (PTX ISA, ``shfl.sync``)."""
+    assert 0 <= offset < 32, offset
     if kind == "xor":
-        return [lane ^ offset if lane ^ offset < 32 else lane for lane in range(32)]
+        return [lane ^ offset for lane in range(32)]
+    if kind == "index":
+        return [offset] * 32
     if kind == "up":
         return [lane - offset if lane >= offset else lane for lane in range(32)]
     return [lane + offset if lane + offset < 32 else lane for lane in range(32)]
@@ -148,6 +162,8 @@ def _shuffle(kind: str) -> Any:
     def shuffle(_typing: Any, target: Any, source: Any, warp: Any, offset: Any) -> Any:
         if not isinstance(offset, types.IntegerLiteral):
             return None
+        if target != source:
+            raise TypingError(f"a shuffle from {source} to {target}")
         lanes = _permutation(kind, offset.literal_value)
         signature = types.void(target, source, types.int64, offset)  # the literal: one body per offset
 
@@ -171,11 +187,41 @@ def _shuffle(kind: str) -> Any:
 
 # Move one warp's values by a literal offset as one vector permutation.
 shuffle_xor, shuffle_up, shuffle_down = _shuffle("xor"), _shuffle("up"), _shuffle("down")
+shuffle_index = _shuffle("index")
+
+
+@intrinsic
+def shuffled(_typing: Any, value: Any, offset: Any) -> Any:
+    """Type of a shuffled value; stands for the shuffle while types are inferred."""
+    value = unliteral(value)
+    if value not in (types.int32, types.int64, types.float32, types.float64):
+        raise TypingError(f"a shuffle of {value}: it moves int32, int64, float32 and float64")
+    if not isinstance(offset, types.Integer):
+        raise TypingError(f"a shuffle by {offset}: the offset is a whole number")
+    signature = value(value, offset)
+
+    def generate(_context: Any, _builder: Any, _sig: Any, values: Any) -> Any:
+        return values[0]
+
+    return signature, generate
+
+
+_ATOMIC_INTEGERS = (types.int32, types.uint32, types.int64, types.uint64)
+_ATOMIC_NUMBERS = (*_ATOMIC_INTEGERS, types.float32, types.float64)
+
+
+def _want_atomic(operation: str, pointer: Any, index: Any) -> None:
+    """Refuse what numba.cuda has no atomic for."""
+    _want_integer(index)
+    wanted = _ATOMIC_NUMBERS if operation in ("add", "sub", "min", "max") else _ATOMIC_INTEGERS
+    if pointer.dtype not in wanted:
+        raise TypingError(f"atomic {operation} on {pointer.dtype}: it works on {', '.join(map(str, wanted))}")
 
 
 def _atomic(operation: str) -> Any:
     @intrinsic
     def atomic(_typing: Any, pointer: Any, index: Any, value: Any) -> Any:
+        _want_atomic(operation, pointer, index)
         signature = pointer.dtype(pointer, index, value)
 
         def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
@@ -203,6 +249,7 @@ atomic_exch = _atomic("xchg")
 @intrinsic
 def atomic_cas(_typing: Any, pointer: Any, index: Any, expected: Any, value: Any) -> Any:
     """Compare and swap; returns what was there before."""
+    _want_atomic("cas", pointer, index)
     signature = pointer.dtype(pointer, index, expected, value)
 
     def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:

@@ -37,15 +37,14 @@ class Intrinsic:
         return self._cuda
 
     def __call__(self, *arguments: Any) -> Any:
+        """Value by NumPy, of numbers or arrays."""
         return self._meaning(*arguments)
 
     def __repr__(self) -> str:
         return f"intrinsic {self.name}"
 
     @staticmethod
-    def _build(
-        make: Any, name: str, result: Any, arguments: tuple[Any, ...], emit: Emit
-    ) -> Any:
+    def _build(make: Any, name: str, result: Any, arguments: tuple[Any, ...], emit: Emit) -> Any:
         names = ", ".join(f"a{i}" for i in range(len(arguments)))
 
         def typed(*given: Any) -> Any:

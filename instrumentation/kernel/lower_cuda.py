@@ -1,55 +1,91 @@
 """Lowering ``cuda``: the kernel's own function, handed to ``numba.cuda`` unchanged.
 
-Only what its names stand for changes: device functions and intrinsics become their CUDA halves.
+Only what its names stand for changes: device functions and intrinsics become their CUDA halves, and constants are
+those that the parser saw.
 """
 
 from __future__ import annotations
 
+import threading
 import types as python_types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from instrumentation.errors import DeviceError
 from instrumentation.kernel.intrinsics import Intrinsic
-from instrumentation.kernel.types import signature_of
+
+if TYPE_CHECKING:
+    from instrumentation.kernel.parse import ParsedFunction
+
+_asking = threading.Lock()
 
 
-def cuda_function(function: Any) -> Any:
+def cuda_function(
+    function: Any, parsed: ParsedFunction, compute_capability: tuple[int, int] | None = None
+) -> Any:
     """Copy of a Python function whose captured device functions and intrinsics are their CUDA halves."""
+
+    def half(value: Any) -> Any:
+        if isinstance(value, Intrinsic):
+            return value.cuda
+        if hasattr(value, "parsed") and hasattr(value, "cuda_device"):
+            return value.cuda_device(compute_capability)
+        if isinstance(value, python_types.ModuleType) and _holds_pairs(value):
+            return _Halves(value, half)
+        return value
+
     code = function.__code__
-    names = {name: _half(value) for name, value in function.__globals__.items() if name in _names(code)}
-    cells = tuple(python_types.CellType(_half(cell.cell_contents)) for cell in function.__closure__ or ())
+    names = {name: half(parsed.captured[name]) for name in code.co_names if name in parsed.captured}
+    cells = tuple(python_types.CellType(half(parsed.captured.get(name))) for name in code.co_freevars)
     return python_types.FunctionType(code, {**function.__globals__, **names}, function.__name__, None, cells)
 
 
-def _names(code: Any) -> set[str]:
-    return set(code.co_names)
+def _holds_pairs(module: python_types.ModuleType) -> bool:
+    return any(isinstance(v, Intrinsic) or hasattr(v, "cuda_device") for v in vars(module).values())
 
 
-def _half(value: Any) -> Any:
-    if isinstance(value, Intrinsic):
-        return value.cuda
-    if hasattr(value, "parsed") and hasattr(value, "cuda_device"):
-        return value.cuda_device()
-    return value
+class _Halves(python_types.ModuleType):
+    """A module as CUDA sees it: ``intrinsics.f16_to_f32`` is the CUDA half."""
+
+    def __init__(self, module: python_types.ModuleType, half: Any) -> None:
+        super().__init__(module.__name__)
+        self.__dict__["_module"] = module
+        self.__dict__["_half"] = half
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["_half"](getattr(self.__dict__["_module"], name))
 
 
-def cuda_signature(function: Any) -> Any:
-    """``void(...)`` signature from a kernel's annotations."""
+def cuda_signature(signature: dict[str, Any]) -> Any:
+    """``void(...)`` signature of a kernel's parameters."""
     from numba.core import types  # noqa: PLC0415
 
-    return types.void(*signature_of(function).values())
+    return types.void(*signature.values())
 
 
-def compile_ptx(function: Any, signature: Any, compute_capability: tuple[int, int]) -> str:
-    """PTX of a kernel, without a GPU: needs the toolkit wheels of the ``cu12`` or ``cu13`` extra."""
+def compile_ptx(
+    function: Any, parsed: ParsedFunction, signature: Any, compute_capability: tuple[int, int]
+) -> str:
+    """PTX of a kernel, without a GPU: needs the toolkit wheels of the ``cu12`` or ``cu13`` extra.
+
+    Raises ``DeviceError`` when the compiler cannot be loaded or refuses the kernel.
+    """
     from numba import cuda  # noqa: PLC0415
     from numba.cuda import dispatcher  # noqa: PLC0415
 
     # A device function asks the current device which code it shall become; without a GPU we answer.
     stand_in = python_types.SimpleNamespace(compute_capability=compute_capability)
-    asked = dispatcher.get_current_device
-    dispatcher.get_current_device = lambda: stand_in
-    try:
-        text, _ = cuda.compile_ptx(cuda_function(function), signature, cc=compute_capability)
-    finally:
-        dispatcher.get_current_device = asked
+    with _asking:
+        asked = dispatcher.get_current_device
+        dispatcher.get_current_device = lambda: stand_in
+        try:
+            text, _ = cuda.compile_ptx(
+                cuda_function(function, parsed, compute_capability), signature, cc=compute_capability
+            )
+        except Exception as error:
+            raise DeviceError(
+                f"{parsed.name}: no PTX for compute capability {compute_capability[0]}.{compute_capability[1]}: "
+                f"{type(error).__name__}: {error}. The toolkit comes with the extras cu12 and cu13"
+            ) from error
+        finally:
+            dispatcher.get_current_device = asked
     return str(text)

@@ -10,15 +10,17 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numba.core import types as nb
 
 from instrumentation.kernel.host_emit import INDENT, FunctionEmitter, HostAccess
-from instrumentation.kernel.intrinsics import Intrinsic
-from instrumentation.kernel.parse import ParsedFunction
-from instrumentation.kernel.plan import KernelPlan
 from instrumentation.kernel.regions import Collective, Control, Part, Region, Scalar
+
+if TYPE_CHECKING:
+    from instrumentation.kernel.intrinsics import Intrinsic
+    from instrumentation.kernel.parse import ParsedFunction
+    from instrumentation.kernel.plan import KernelPlan
 
 AXES = "xyz"
 #: alias class and number of axes of an array argument; None for a value
@@ -228,7 +230,11 @@ class KernelEmitter(FunctionEmitter):
             self.emit(f"v_{target.id} = shuffled({self.read(source.id)}, {self.text(offset)})", node)
             return
         from_lanes = source.id in self.storage.lanes
-        if isinstance(offset, ast.Constant) and isinstance(offset.value, int) and from_lanes:
+        literal = isinstance(offset, ast.Constant) and isinstance(offset.value, int)
+        # Reversed lanes move one by one: a second form of each shuffle, and LLVM 20 breaks on reversed wide vectors.
+        if literal and from_lanes and not self.module.options.reverse_lanes:
+            assert isinstance(offset, ast.Constant)
+            assert isinstance(offset.value, int)
             self.emit(f"for _w in range({self.threads // 32}):")
             self.depth += 1
             self.emit(f"shuffle_{kind}(v_{target.id}, v_{source.id}, _w, {offset.value & 31})", node)
@@ -251,7 +257,9 @@ class KernelEmitter(FunctionEmitter):
 class HostModule:
     """Source of one generated module: device functions, then the kernel's entry point."""
 
-    def __init__(self, options: HostOptions, access: HostAccess | None = None, *, typing: bool = False) -> None:
+    def __init__(
+        self, options: HostOptions, access: HostAccess | None = None, *, typing: bool = False
+    ) -> None:
         self.options = options
         self.access = access or HostAccess()
         self.typing = typing

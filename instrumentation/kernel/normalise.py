@@ -10,16 +10,17 @@
 from __future__ import annotations
 
 import ast
-import copy
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from instrumentation.kernel.access import access_sets
-from instrumentation.kernel.dialect import array_declaration, constant
+from instrumentation.kernel.dialect import array_declaration
+from instrumentation.kernel.dialect_expressions import constant
 from instrumentation.kernel.parse import NUMBER_TYPES, ParsedFunction
 
 MAX_STATEMENTS = 20_000
+Node = TypeVar("Node", bound=ast.AST)
 
 
 def normalise(parsed: ParsedFunction) -> None:
@@ -91,7 +92,9 @@ class _Normaliser:
         for statement in statements:
             self.statements += 1
             if self.statements > MAX_STATEMENTS:
-                self.parsed.refuse(statement, f"more than {MAX_STATEMENTS} statements once loops are unrolled")
+                self.parsed.refuse(
+                    statement, f"more than {MAX_STATEMENTS} statements once loops are unrolled"
+                )
             out.extend(self.statement(statement))
         return out
 
@@ -143,11 +146,11 @@ class _Normaliser:
         if isinstance(target, ast.Subscript) and any(isinstance(n, ast.Call) for n in ast.walk(target.slice)):
             # The index stands twice in the normal form: what it calls must not run twice.
             parts = target.slice.elts if isinstance(target.slice, ast.Tuple) else [target.slice]
-            names: list[ast.expr] = []
-            for part in parts:
-                names.append(self.bind("index", self.hoist(part, [part], before), node, before))
+            names: list[ast.expr] = [
+                self.bind("index", self.hoist(part, [part], before), node, before) for part in parts
+            ]
             target.slice = ast.Tuple(names, ast.Load()) if isinstance(target.slice, ast.Tuple) else names[0]
-        source = copy.deepcopy(target)
+        source = clone(target)
         source.ctx = ast.Load()
         value = ast.copy_location(ast.BinOp(source, node.op, node.value), node)
         return [*before, *self._assign(ast.copy_location(ast.Assign([target], value), node))]
@@ -171,7 +174,7 @@ class _Normaliser:
         out: list[ast.stmt] = []
         for element in node.iter.elts:
             replace = Substitute({node.target.id: ast.Constant(constant(self.parsed, element))})
-            out.extend(self.block([replace.visit(copy.deepcopy(s)) for s in node.body]))
+            out.extend(self.block([replace.visit(clone(s)) for s in node.body]))
         return out
 
     def _untuple(self, node: ast.Assign) -> list[ast.stmt]:
@@ -180,7 +183,7 @@ class _Normaliser:
         out: list[ast.stmt] = []
         for axis, name in enumerate(target.elts):
             if isinstance(node.value, ast.Attribute):
-                value: ast.expr = ast.Subscript(copy.deepcopy(node.value), ast.Constant(axis), ast.Load())
+                value: ast.expr = ast.Subscript(clone(node.value), ast.Constant(axis), ast.Load())
             else:
                 assert isinstance(node.value, ast.Call)
                 value = along_axis(node.value, axis)
@@ -215,7 +218,7 @@ class _Normaliser:
             parsed.arrays[renamed] = array
         for name in sorted(set(used) & set(helper.captured) - set(names)):
             names[name] = self.capture(name, helper.captured[name])
-        body = [Substitute(names).visit(copy.deepcopy(s)) for s in helper.body]
+        body = [Substitute(names).visit(clone(s)) for s in helper.body]
         self.statements += sum(isinstance(n, ast.stmt) for n in helper.walk())
         if self.statements > MAX_STATEMENTS:
             parsed.refuse(call, f"more than {MAX_STATEMENTS} statements once {helper.name} is inlined")
@@ -243,7 +246,9 @@ class _Normaliser:
             rest = statements[i + 1 :]
             goes_on = [side for side in (node.body, node.orelse) if _falls_through(side)]
             if len(goes_on) == 2 and rest:
-                self.parsed.refuse(node, "a return under two conditions with more after them: leave by conditions")
+                self.parsed.refuse(
+                    node, "a return under two conditions with more after them: leave by conditions"
+                )
             for side in goes_on:
                 side.extend(rest)
             body, orelse = self._early_returns(node.body), self._early_returns(node.orelse)
@@ -255,11 +260,24 @@ class _Normaliser:
         return statements
 
 
+def clone(node: Node) -> Node:
+    """Copy of a tree; ``copy.deepcopy`` takes ten times as long."""
+    new = node.__class__.__new__(node.__class__)
+    for name, value in vars(node).items():
+        if isinstance(value, ast.AST):
+            setattr(new, name, clone(value))
+        elif isinstance(value, list):
+            setattr(new, name, [clone(item) if isinstance(item, ast.AST) else item for item in value])
+        else:
+            setattr(new, name, value)
+    return new
+
+
 def along_axis(call: ast.Call, axis: int) -> ast.Call:
     """``cuda.grid_axis(axis)`` for ``cuda.grid(n)``: one number instead of a tuple."""
     function = call.func
     assert isinstance(function, ast.Attribute)
-    name = ast.Attribute(copy.deepcopy(function.value), f"{function.attr}_axis", ast.Load())
+    name = ast.Attribute(clone(function.value), f"{function.attr}_axis", ast.Load())
     return ast.copy_location(ast.Call(name, [ast.Constant(axis)], []), call)
 
 
@@ -278,12 +296,12 @@ class Substitute(ast.NodeTransformer):
     def __init__(self, names: dict[str, ast.expr]) -> None:
         self.names = names
 
-    def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802
+    def visit_Name(self, node: ast.Name) -> ast.expr:
         """Replace one name."""
         replacement = self.names.get(node.id)
         if replacement is None:
             return node
-        new = copy.deepcopy(replacement)
+        new = clone(replacement)
         if isinstance(new, ast.Name):
             new.ctx = node.ctx
         return ast.copy_location(new, node)
@@ -298,6 +316,8 @@ class _Fold(ast.NodeTransformer):
 
     def _number(self, node: ast.expr) -> ast.expr:
         value = self.parsed.resolve(node)
+        if value is not None:
+            self.parsed.constants.append(f"{ast.unparse(node)}={value!r}")
         if isinstance(value, np.generic) and not isinstance(value, float):
             kind = type(value)
             callee = self.normaliser.capture(NUMBER_TYPES[kind], kind)
@@ -306,20 +326,20 @@ class _Fold(ast.NodeTransformer):
             return ast.copy_location(ast.Constant(float(value) if isinstance(value, float) else value), node)
         return node
 
-    def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802
+    def visit_Name(self, node: ast.Name) -> ast.expr:
         return self._number(node) if isinstance(node.ctx, ast.Load) else node
 
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:  # noqa: N802
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         return node if self.parsed.cuda_name(node) is not None else self._number(node)
 
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:  # noqa: N802
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
         value = constant(self.parsed, node)
         if isinstance(value, int | float) and isinstance(node.op, ast.USub):
             return ast.copy_location(ast.Constant(value), node)
         node.operand = self.visit(node.operand)
         return node
 
-    def visit_Call(self, node: ast.Call) -> ast.expr:  # noqa: N802
+    def visit_Call(self, node: ast.Call) -> ast.expr:
         cuda = self.parsed.cuda_name(node.func)
         if cuda in ("shared.array", "local.array"):
             return node
@@ -338,7 +358,11 @@ class _Hoister(ast.NodeTransformer):
     """Moves collectives out of an expression into statements before it."""
 
     def __init__(
-        self, normaliser: _Normaliser, whole: list[ast.expr], before: list[ast.stmt], discarded: ast.expr | None
+        self,
+        normaliser: _Normaliser,
+        whole: list[ast.expr],
+        before: list[ast.stmt],
+        discarded: ast.expr | None,
     ) -> None:
         self.normaliser = normaliser
         self.parsed = normaliser.parsed
@@ -346,7 +370,7 @@ class _Hoister(ast.NodeTransformer):
         self.before = before
         self.discarded = discarded
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802
+    def visit_Call(self, node: ast.Call) -> ast.AST:
         function = self.parsed.device_function(node)
         if function is not None and function.parsed.inlined:
             self._refuse_moved_loads(node, function.parsed.name)
@@ -373,9 +397,13 @@ class _Hoister(ast.NodeTransformer):
                     continue
                 loads = isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)
                 if loads and node.value.id in self.normaliser.unsteady:  # type: ignore[attr-defined]
-                    self.parsed.refuse(node, f"a load beside {name}, which waits: assign {name}'s result to a name first")
+                    self.parsed.refuse(
+                        node, f"a load beside {name}, which waits: assign {name}'s result to a name first"
+                    )
                 other = self.parsed.device_function(node)
                 cuda = self.parsed.cuda_name(node.func) if isinstance(node, ast.Call) else None
                 plain_call = other is not None and not other.parsed.inlined and other.parsed.ranks
                 if plain_call or (cuda or "").startswith("atomic."):
-                    self.parsed.refuse(node, f"memory is used beside {name}, which waits: assign its result to a name")
+                    self.parsed.refuse(
+                        node, f"memory is used beside {name}, which waits: assign its result to a name"
+                    )

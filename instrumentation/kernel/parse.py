@@ -11,15 +11,18 @@ import inspect
 import math
 import textwrap
 import types as python_types
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numba.core import types as nb
 
 from instrumentation.errors import KernelDialectError
 from instrumentation.kernel.intrinsics import Intrinsic
+from instrumentation.kernel.types import signature_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SHUFFLES = {"shfl_xor_sync": "xor", "shfl_up_sync": "up", "shfl_down_sync": "down", "shfl_sync": "index"}
 BARRIERS = {"syncthreads", "syncwarp"}
@@ -81,6 +84,10 @@ class ParsedFunction:
     #: axes of each parameter that is an array; in a device function 0 when only its extents are used
     ranks: dict[str, int]
     arrays: dict[str, LocalArray] = field(default_factory=dict)
+    #: its text, and the captured numbers in it
+    source: str = ""
+    constants: list[str] = field(default_factory=list)
+    description: str = ""
     is_kernel: bool = False
     #: a device function that only makes sense inside its caller's body: it waits, or asks which thread it is
     inlined: bool = False
@@ -149,17 +156,35 @@ def parse_function(function: Any, ranks: dict[str, int] | None = None) -> Parsed
     parsed = _read(function)
     parsed.is_kernel = ranks is not None
     try:
-        dialect.check(parsed, ranks or {})
+        _write_captured_tuples(parsed)
+        dialect.check(parsed, _annotated_ranks(function) if ranks is None else ranks)
         normalise.normalise(parsed)
     except RecursionError:
         parsed.refuse(parsed.line, "an expression nested too deeply")
     return parsed
 
 
+def _annotated_ranks(function: Any) -> dict[str, int]:
+    """Axes of parameters that are annotated as arrays: one that is never used has no other sign of its rank."""
+    return {name: kind.ndim for name, kind in signature_of(function).items() if isinstance(kind, nb.Array)}
+
+
+def _write_captured_tuples(parsed: ParsedFunction) -> None:
+    """``for j in ROWS`` over a captured tuple of numbers becomes a loop over the literal tuple."""
+    for node in parsed.walk():
+        if isinstance(node, ast.For) and isinstance(node.iter, ast.Name):
+            values = parsed.captured.get(node.iter.id)
+            if isinstance(values, tuple) and all(isinstance(v, int | float) for v in values):
+                literal = ast.Tuple([ast.Constant(v) for v in values], ast.Load())
+                node.iter = ast.fix_missing_locations(ast.copy_location(literal, node.iter))
+
+
 def _read(function: Any) -> ParsedFunction:
     label = getattr(function, "__qualname__", repr(function))
     if not isinstance(function, python_types.FunctionType):
-        raise KernelDialectError(f"{label}: {type(function).__name__} is not a plain Python function; decorate a def")
+        raise KernelDialectError(
+            f"{label}: {type(function).__name__} is not a plain Python function; decorate a def"
+        )
     try:
         lines, first = inspect.getsourcelines(function)
         file = inspect.getsourcefile(function)
@@ -170,8 +195,9 @@ def _read(function: Any) -> ParsedFunction:
             f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}: {label}: the source cannot be read; "
             "kernels stand in a file, not in a string or a prompt"
         )
+    source = textwrap.dedent("".join(lines))
     try:
-        tree = ast.parse(textwrap.dedent("".join(lines)))
+        tree = ast.parse(source)
     except SyntaxError:  # a lambda inside a call, say
         tree = ast.Module([ast.Pass()], [])
     ast.increment_lineno(tree, first - 1)
@@ -179,7 +205,11 @@ def _read(function: Any) -> ParsedFunction:
     if not isinstance(definition, ast.FunctionDef):
         raise KernelDialectError(f"{file}:{first}: {label}: a kernel is a plain def")
     body = definition.body
-    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant) and isinstance(body[0].value.value, str):
+    if (
+        isinstance(body[0], ast.Expr)
+        and isinstance(body[0].value, ast.Constant)
+        and isinstance(body[0].value.value, str)
+    ):
         body = body[1:]
     arguments = definition.args
     parsed = ParsedFunction(
@@ -190,6 +220,7 @@ def _read(function: Any) -> ParsedFunction:
         body=body,
         captured=_captured(function),
         ranks={},
+        source=source,
     )
     hints = {first + i for i, text in enumerate(lines) if "lanes: outside" in text.partition("#")[2]}
     for node in parsed.walk():
@@ -216,21 +247,16 @@ def _captured(function: Any) -> dict[str, Any]:
 
 def describe(parsed: ParsedFunction) -> str:
     """Everything about a parsed function that its lowerings depend on, as text. Free of absolute lines."""
-    loops = [n for n in parsed.walk() if isinstance(n, ast.For | ast.While)]
-    parts = [
-        parsed.name,
-        repr(parsed.parameters),
-        *[ast.dump(statement) for statement in parsed.body],
-        repr(sorted(parsed.arrays.items())),
-        repr([lanes_outside(n) for n in loops]),
-    ]
-    used = {n.id for n in parsed.walk() if isinstance(n, ast.Name)}
-    for name in sorted(used & set(parsed.captured)):
-        value = parsed.captured[name]
-        if isinstance(getattr(value, "parsed", None), ParsedFunction):
-            parts.append(f"{name}={describe(value.parsed)}")
-        elif isinstance(value, Intrinsic):
-            parts.append(f"{name}={value!r}")
-        else:
-            parts.append(f"{name}={number_type(value) or getattr(value, '__name__', value)}")
-    return "\n".join(parts)
+    if not parsed.description:
+        parts = [parsed.source, *parsed.constants, repr(sorted(parsed.arrays.items()))]
+        used = {n.id for n in parsed.walk() if isinstance(n, ast.Name)}
+        for name in sorted(used & set(parsed.captured)):
+            value = parsed.captured[name]
+            if isinstance(getattr(value, "parsed", None), ParsedFunction):
+                parts.append(f"{name}={describe(value.parsed)}")
+            elif isinstance(value, Intrinsic):
+                parts.append(f"{name}={value!r}")
+            else:
+                parts.append(f"{name}={number_type(value) or getattr(value, '__name__', value)}")
+        parsed.description = "\n".join(parts)
+    return parsed.description

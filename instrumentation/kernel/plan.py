@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,8 @@ from instrumentation.kernel.regions import Part, Uniformity, cut
 from instrumentation.kernel.storage import Storage
 
 if TYPE_CHECKING:
+    import ast
+
     from instrumentation.kernel.access import AccessSets
     from instrumentation.kernel.parse import ParsedFunction
 
@@ -41,7 +42,10 @@ class KernelPlan:
 def plan_kernel(
     parsed: ParsedFunction, access: AccessSets, signature: dict[str, Any], block: tuple[int, ...]
 ) -> KernelPlan:
-    """Find what is uniform and cut at collectives. Raises ``KernelDialectError`` for a collective that some threads miss."""
+    """Find what is uniform and cut at collectives.
+
+    Raises ``KernelDialectError`` for a collective that some threads could miss, and for too much memory.
+    """
     threads = prod(block)
     if threads % 32:
         for node in parsed.walk():
@@ -53,7 +57,8 @@ def plan_kernel(
         parsed.refuse(parsed.line, f"shared arrays of {shared} bytes: a block has {MAX_SHARED_BYTES}")
     if local > MAX_LOCAL_BYTES:
         parsed.refuse(
-            parsed.line, f"local arrays of {local} bytes over {threads} threads: at most {MAX_LOCAL_BYTES} a block"
+            parsed.line,
+            f"local arrays of {local} bytes over {threads} threads: at most {MAX_LOCAL_BYTES} a block",
         )
     uniformity = Uniformity(parsed, access)
     parts = cut(parsed, uniformity, parsed.body)

@@ -9,13 +9,14 @@ a run of statements that each thread executes, and becomes one loop over the blo
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from instrumentation.kernel.parse import lanes_outside
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from instrumentation.kernel.access import AccessSets
     from instrumentation.kernel.parse import ParsedFunction
 
@@ -68,7 +69,7 @@ class Uniformity:
             size = len(self.varying) + len(self.per_thread_loops)
             self._walk(parsed.body, varying=False, loop=None)
 
-    def varies(self, node: ast.expr) -> bool:  # noqa: C901, PLR0911
+    def varies(self, node: ast.expr) -> bool:
         """Whether an expression can differ between two threads of a block."""
         parsed = self.parsed
         if isinstance(node, ast.Name):
@@ -103,7 +104,9 @@ class Uniformity:
             elif isinstance(node, ast.If):
                 inner = varying or self.varies(node.test)
                 if inner and self.parsed.has_collective([*node.body, *node.orelse]):
-                    self.parsed.refuse(node, "a barrier or shuffle under a branch that differs between threads")
+                    self.parsed.refuse(
+                        node, "a barrier or shuffle under a branch that differs between threads"
+                    )
                 self._walk(node.body, varying=inner, loop=loop)
                 self._walk(node.orelse, varying=inner, loop=loop)
             elif isinstance(node, Loop):
@@ -182,5 +185,8 @@ def names_in(nodes: Iterable[ast.AST]) -> set[str]:
 def stored_names(nodes: Iterable[ast.AST]) -> set[str]:
     """Every name that is assigned in some nodes."""
     return {
-        n.id for root in nodes for n in ast.walk(root) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+        n.id
+        for root in nodes
+        for n in ast.walk(root)
+        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
     }

@@ -8,13 +8,14 @@ arithmetic visible to LLVM.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from instrumentation.kernel.regions import Collective, Control, Part, Region, Uniformity, names_in
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from instrumentation.kernel.parse import ParsedFunction
 
 Path = tuple[int, ...]
@@ -78,7 +79,11 @@ class Storage:
             return
         name = node.targets[0].id
         definition = self._definition(name)
-        if definition is None or name in self._shuffled or not self._is_cheap(node.value, definition.position):
+        if (
+            definition is None
+            or name in self._shuffled
+            or not self._is_cheap(node.value, definition.position)
+        ):
             return
         # A read before the definition (in a loop's next round) means the old value: that must be kept.
         later = all(use.position >= definition.position for use in self.uses[name])

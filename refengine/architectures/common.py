@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from refengine.errors import UnsupportedModelError
 from refengine.graph import BatchShape, ContextShape, Graph
+from refengine.kernels.attention import HEAD_DIM_UNIT
 
 if TYPE_CHECKING:
     from refengine.config import ModelConfig
@@ -14,10 +16,10 @@ def begin(config: ModelConfig, context: ContextShape, shape: BatchShape) -> tupl
     """A graph with the inputs of every decoder, and its token embeddings (T, n_embd)."""
     graph = Graph(shape)
     for name in ("tokens", "position", "sequence", "cell"):
-        graph.input(name, (shape.n_tokens,))
-    graph.input("pages", (context.n_sequences, context.n_pages))
+        graph.input(name, (shape.n_tokens,), "tokens")
+    graph.input("pages", (context.n_sequences, context.n_pages), "fixed")
     if shape.n_outputs:
-        graph.input("output_rows", (shape.n_outputs,))
+        graph.input("output_rows", (shape.n_outputs,), "outputs")
     embeddings = graph.add(
         "get_rows", "inp_embd", (shape.n_tokens, config.n_embd), {"rows": "tokens"},
         weights={"weight": "token_embd.weight"},
@@ -26,7 +28,7 @@ def begin(config: ModelConfig, context: ContextShape, shape: BatchShape) -> tupl
 
 
 def mul_mat(graph: Graph, name: str, x: str, weight: str, n_out: int) -> str:
-    """x (n, n_in) times a weight matrix [n_out, n_in] -> (n, n_out)."""
+    """Product of x (n, n_in) and a weight matrix [n_out, n_in] -> (n, n_out)."""
     rows = graph.tensors[x].shape[0]
     return graph.add("mul_mat", name, (rows, n_out), {"x": x}, weights={"weight": weight})
 
@@ -39,6 +41,10 @@ def norm(graph: Graph, name: str, x: str, weight: str, eps: float, row: int) -> 
 
 def attention(graph: Graph, config: ModelConfig, layer: int, x: str, *, head_norms: bool) -> str:
     """Causal self-attention over the layer's KV cache: (T, n_embd) -> (T, n_embd)."""
+    if config.head_dim % HEAD_DIM_UNIT:
+        raise UnsupportedModelError(
+            f"heads of {config.head_dim} elements are not built; want a multiple of {HEAD_DIM_UNIT}"
+        )
     block, il = f"blk.{layer}", f"-{layer}"
     q = mul_mat(graph, f"Qcur{il}", x, f"{block}.attn_q.weight", config.n_embd_q)
     k = mul_mat(graph, f"Kcur{il}", x, f"{block}.attn_k.weight", config.n_embd_kv)
@@ -82,7 +88,10 @@ def end(graph: Graph, config: ModelConfig, x: str) -> Graph:
     """Final norm and vocabulary head for the rows that are wanted: ``result_output`` (n_outputs, n_vocab)."""
     n_outputs = graph.shape.n_outputs
     if n_outputs:
-        rows = graph.add("select_rows", "result_rows", (n_outputs, config.n_embd), {"x": x, "rows": "output_rows"})
+        graph.rows = "outputs"
+        rows = graph.add(
+            "select_rows", "result_rows", (n_outputs, config.n_embd), {"x": x, "rows": "output_rows"}
+        )
         rows = norm(graph, "result_norm", rows, "output_norm.weight", config.rms_eps, config.n_embd)
         head = "token_embd.weight" if config.tied_embeddings else "output.weight"
         graph.add(

@@ -16,7 +16,9 @@ def build(config: ModelConfig, context: ContextShape, shape: BatchShape) -> Grap
     graph, x = common.begin(config, context, shape)
     for layer in range(config.n_layer):
         block, il = f"blk.{layer}", f"-{layer}"
-        a = common.norm(graph, f"attn_norm{il}", x, f"{block}.attn_norm.weight", config.rms_eps, config.n_embd)
+        a = common.norm(
+            graph, f"attn_norm{il}", x, f"{block}.attn_norm.weight", config.rms_eps, config.n_embd
+        )
         a = common.attention(graph, config, layer, a, head_norms=config.qk_norm)
         x = common.add(graph, f"ffn_inp{il}", x, a)
         f = common.norm(graph, f"ffn_norm{il}", x, f"{block}.ffn_norm.weight", config.rms_eps, config.n_embd)

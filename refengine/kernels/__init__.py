@@ -1,0 +1,30 @@
+"""The engine's kernels: one file per family, each kernel beside its float64 NumPy twin (``*_f64``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from instrumentation.kernel import Kernel
+
+#: head sizes that the exhaustive list of kernels covers; attention is specialised per head size
+HEAD_DIMS = (16, 64, 80, 128, 256)
+
+
+def all_kernels() -> Iterator[Kernel]:
+    """Every kernel in every specialisation that models use, for tests that must leave none out."""
+    from refengine.kernels import elementwise, norm, select  # noqa: PLC0415
+    from refengine.kernels.attention import CACHE_DTYPES, attention, store_kv  # noqa: PLC0415
+    from refengine.kernels.mul_mat import TILE, get_rows, mul_mat  # noqa: PLC0415
+    from refengine.kernels.quants import FORMATS  # noqa: PLC0415
+    from refengine.kernels.rope import rope  # noqa: PLC0415
+
+    yield from (norm.rms_norm, elementwise.swiglu, elementwise.add, elementwise.select_rows, select.top_k)
+    yield from (rope("norm"), rope("neox"))
+    for quantisation in FORMATS:
+        yield get_rows(quantisation)
+        yield from (mul_mat(quantisation, tile) for tile in (1, TILE))
+    for cache_type in CACHE_DTYPES:
+        yield store_kv(cache_type)
+        yield from (attention(cache_type, head_dim) for head_dim in HEAD_DIMS)

@@ -9,7 +9,7 @@ pages lie.
 
 # No "from __future__ import annotations": a kernel's annotations name types that its factory chose.
 import functools
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,26 +21,35 @@ from instrumentation.kernel.types import f32, f32_3d, f32_4d, i32_1d, i32_2d, u1
 from refengine.kernels.numerics import INFINITY, exp_f32, warp_max, warp_sum
 
 PAGE = 32
+#: head sizes are a multiple of this: a score is the sum of four running sums
+HEAD_DIM_UNIT = 4
 CacheType = Literal["f32", "f16"]
 
 
 @device_function
-def _same(x):  # noqa: ANN001, ANN202
+def _same(x: Any) -> Any:
     return x
 
 
 _ELEMENTS = {"f32": (f32_4d, _same, _same), "f16": (u16_4d, f16_to_f32, f32_to_f16)}
 #: NumPy type of a cache's elements
-CACHE_DTYPES: dict[CacheType, np.dtype[np.generic]] = {"f32": np.dtype(np.float32), "f16": np.dtype(np.uint16)}
+CACHE_DTYPES: dict[CacheType, np.dtype[np.generic]] = {
+    "f32": np.dtype(np.float32),
+    "f16": np.dtype(np.uint16),
+}
 
 
 @functools.cache
 def store_kv(cache_type: CacheType) -> Kernel:
     """Kernel that writes new keys and values into their cells. Grid: (n_head_kv, n_tokens)."""
-    cache_4d, _, encode = _ELEMENTS[cache_type]
+    encode: Any = _ELEMENTS[cache_type][2]
+    if TYPE_CHECKING:
+        Cache: TypeAlias = f32_4d
+    else:
+        Cache = _ELEMENTS[cache_type][0]  # noqa: N806 - a type
 
     @kernel(block=32, strict=True)
-    def store_kv(k: f32_3d, v: f32_3d, cell: i32_1d, k_cache: cache_4d, v_cache: cache_4d) -> None:  # type: ignore[valid-type]
+    def store_kv(k: f32_3d, v: f32_3d, cell: i32_1d, k_cache: Cache, v_cache: Cache) -> None:
         """k, v [n_tokens, n_head_kv, head_dim]; cell [n_tokens] = page * PAGE + position % PAGE."""
         lane = cuda.threadIdx.x
         head = cuda.blockIdx.x
@@ -61,15 +70,21 @@ def store_kv(cache_type: CacheType) -> Kernel:
 @functools.cache
 def attention(cache_type: CacheType, head_dim: int) -> Kernel:
     """Kernel for one element type and head size (a multiple of 4). Grid: (n_head, n_tokens)."""
-    cache_4d, decode, _ = _ELEMENTS[cache_type]
+    assert head_dim >= HEAD_DIM_UNIT, head_dim
+    assert head_dim % HEAD_DIM_UNIT == 0, head_dim
+    decode: Any = _ELEMENTS[cache_type][1]
+    if TYPE_CHECKING:
+        Cache: TypeAlias = f32_4d
+    else:
+        Cache = _ELEMENTS[cache_type][0]  # noqa: N806 - a type
     columns = tuple(range((head_dim + 31) // 32))
     n_columns = len(columns)
 
     @kernel(block=32, strict=True)
     def attention(
         q: f32_3d,
-        k_cache: cache_4d,  # type: ignore[valid-type]
-        v_cache: cache_4d,  # type: ignore[valid-type]
+        k_cache: Cache,
+        v_cache: Cache,
         pages: i32_2d,
         sequence: i32_1d,
         position: i32_1d,

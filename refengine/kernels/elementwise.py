@@ -1,7 +1,6 @@
 """Elementwise stages: SwiGLU (Shazeer 2020), the residual addition, and the choice of rows."""
 
-from __future__ import annotations
-
+# No "from __future__ import annotations": the types of a kernel's parameters are read at run time.
 import numpy as np
 import numpy.typing as npt
 from numba import cuda
@@ -16,7 +15,7 @@ SPAN = 512
 
 @kernel(block=32, strict=True)
 def swiglu(gate: f32_1d, up: f32_1d, y: f32_1d) -> None:
-    """y = gate * sigmoid(gate) * up, all [n]. Grid: ceil(n / SPAN)."""
+    """Writes y = gate * sigmoid(gate) * up, all [n]. Grid: ceil(n / SPAN)."""
     lane = cuda.threadIdx.x
     first = cuda.blockIdx.x * SPAN
     n = y.shape[0]
@@ -28,7 +27,7 @@ def swiglu(gate: f32_1d, up: f32_1d, y: f32_1d) -> None:
 
 @kernel(block=32, strict=True)
 def add(a: f32_1d, b: f32_1d, y: f32_1d) -> None:
-    """y = a + b, all [n]. Grid: ceil(n / SPAN)."""
+    """Writes y = a + b, all [n]. Grid: ceil(n / SPAN)."""
     lane = cuda.threadIdx.x
     first = cuda.blockIdx.x * SPAN
     n = y.shape[0]
@@ -40,7 +39,7 @@ def add(a: f32_1d, b: f32_1d, y: f32_1d) -> None:
 
 @kernel(block=32, strict=True)
 def select_rows(x: f32_2d, rows: i32_1d, y: f32_2d) -> None:
-    """y[i] = x[rows[i]]. x [n_rows, n], rows [n_wanted], y [n_wanted, n]. Grid: n_wanted."""
+    """Writes y[i] = x[rows[i]]. x [n_rows, n], rows [n_wanted], y [n_wanted, n]. Grid: n_wanted."""
     lane = cuda.threadIdx.x
     row = rows[cuda.blockIdx.x]
     n = x.shape[1]

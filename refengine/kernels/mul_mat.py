@@ -6,22 +6,18 @@ summed by a butterfly. It does not depend on how many rows of x there are, so a 
 alone and in any batch.
 """
 
-from __future__ import annotations
-
+# No "from __future__ import annotations": the types of a kernel's parameters are read at run time.
 import functools
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from gguf.constants import GGMLQuantizationType
 from numba import cuda, float32
 
 from instrumentation.kernel import Kernel, kernel
 from instrumentation.kernel.types import f32_2d, i32_1d, u8_2d, u16_2d, u32_2d
 from refengine.kernels.numerics import warp_sum
 from refengine.kernels.quants import format_of
-
-if TYPE_CHECKING:
-    from gguf import GGMLQuantizationType
 
 #: rows of x that one block takes when there are more than one: each decoded weight serves them all
 TILE = 4
@@ -35,7 +31,7 @@ def mul_mat(quantisation: GGMLQuantizationType, tile: int) -> Kernel:
 
     @kernel(block=32, strict=True)
     def mul_mat(codes: u8_2d, halves: u16_2d, words: u32_2d, x: f32_2d, y: f32_2d) -> None:
-        """x [n_rows, n_in], y [n_rows, n_out], weights as packed by ``refengine.kernels.quants``."""
+        """Takes x [n_rows, n_in], y [n_rows, n_out], weights as packed by ``refengine.kernels.quants``."""
         lane = cuda.threadIdx.x
         out = cuda.blockIdx.x
         first = cuda.blockIdx.y * tile
@@ -62,7 +58,7 @@ def get_rows(quantisation: GGMLQuantizationType) -> Kernel:
 
     @kernel(block=32, strict=True)
     def get_rows(codes: u8_2d, halves: u16_2d, words: u32_2d, rows: i32_1d, y: f32_2d) -> None:
-        """rows [n] of the matrix, y [n, n_in]."""
+        """Takes rows [n] of the matrix, y [n, n_in]."""
         lane = cuda.threadIdx.x
         row = rows[cuda.blockIdx.x]
         for b in range(y.shape[1] // 32):
@@ -81,8 +77,6 @@ def mul_mat_f64(x: npt.NDArray[np.floating], weights: npt.NDArray[np.floating]) 
     return np.asarray(x.astype(np.float64) @ weights.astype(np.float64).T)
 
 
-def get_rows_f64(
-    weights: npt.NDArray[np.floating], rows: npt.NDArray[np.integer]
-) -> npt.NDArray[np.float64]:
+def get_rows_f64(weights: npt.NDArray[np.floating], rows: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
     """Twin of ``get_rows``."""
-    return weights.astype(np.float64)[rows]
+    return np.asarray(weights.astype(np.float64)[rows])

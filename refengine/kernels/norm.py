@@ -1,7 +1,6 @@
 """Root-mean-square normalisation: y = x / sqrt(mean(x**2) + eps) * weight (Zhang and Sennrich 2019)."""
 
-from __future__ import annotations
-
+# No "from __future__ import annotations": the types of a kernel's parameters are read at run time.
 import math
 
 import numpy as np

@@ -1,19 +1,15 @@
 """Rotary position embedding (Su et al. 2021) in both pairings, from tables that float64 computed."""
 
-from __future__ import annotations
-
+# No "from __future__ import annotations": the types of a kernel's parameters are read at run time.
 import functools
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 from numba import cuda
 
-from instrumentation.kernel import kernel
+from instrumentation.kernel import Kernel, kernel
 from instrumentation.kernel.types import f32_2d, f32_3d, i32_1d
-
-if TYPE_CHECKING:
-    from instrumentation.kernel import Kernel
 
 Pairing = Literal["norm", "neox"]
 

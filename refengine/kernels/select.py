@@ -1,7 +1,6 @@
 """Arg-max and top-k over rows of logits. Equal values: the lower index comes first."""
 
-from __future__ import annotations
-
+# No "from __future__ import annotations": the types of a kernel's parameters are read at run time.
 import numpy as np
 import numpy.typing as npt
 from numba import cuda, float32, int32
@@ -47,9 +46,7 @@ def top_k(x: f32_2d, index: i32_2d, value: f32_2d) -> None:
             value[row, j] = best
 
 
-def top_k_f64(
-    x: npt.NDArray[np.floating], k: int
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
+def top_k_f64(x: npt.NDArray[np.floating], k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
     """Twin of ``top_k`` for rows without NaN and k <= n."""
     order = np.argsort(-x.astype(np.float64), axis=1, kind="stable")[:, :k]
     return order.astype(np.int32), np.take_along_axis(x.astype(np.float64), order, axis=1)

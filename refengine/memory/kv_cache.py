@@ -121,7 +121,9 @@ class KVCache:
         """Forget a sequence."""
         self.truncate(sequence, 0)
 
-    def cells(self, sequence: npt.NDArray[np.int32], position: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    def cells(
+        self, sequence: npt.NDArray[np.int32], position: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.int32]:
         """Cell (page * PAGE + slot) of each (sequence, position), which must have been taken. int32 [n]."""
         out = np.empty(len(position), np.int32)
         for i, (s, p) in enumerate(zip(sequence.tolist(), position.tolist(), strict=True)):
@@ -142,7 +144,9 @@ class KVCache:
         held = [page for s in self._sequences for page in s.pages]
         assert sorted(held + self._free) == list(range(self.shape.n_pages)), "pages lost or held twice"
         for number, s in enumerate(self._sequences):
-            assert len(s.pages) == -(-s.length // PAGE), f"sequence {number}: {s.length} in {len(s.pages)} pages"
+            assert len(s.pages) == -(-s.length // PAGE), (
+                f"sequence {number}: {s.length} in {len(s.pages)} pages"
+            )
 
     def release(self) -> None:
         """Give the memory back."""

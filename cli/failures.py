@@ -1,0 +1,100 @@
+"""How a command ends when something goes wrong: one line on stderr, and an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from instrumentation.errors import Error, FindingError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+OK, FAILED, BAD_INPUT, OUT_OF_MEMORY, INTERRUPTED = 0, 1, 2, 3, 130
+#: whoever read stdout went away: 128 + SIGPIPE, what a shell reports for other programs
+BROKEN_PIPE = 141
+_BREAK = "\n"
+_NO_MEMORY = "this process cannot get more memory; ask for a smaller context or batch"
+
+
+def report(error: BaseException, *, verbose: bool) -> int:
+    """Print the one line that ``error`` deserves; returns the exit code."""
+    match error:
+        case BrokenPipeError():
+            _forget_stdout()
+            return BROKEN_PIPE
+        case KeyboardInterrupt() | click.Abort():
+            _print("interrupted")
+            return INTERRUPTED
+        case click.ClickException():
+            _print(f"error: {_usage(error)}")
+            return error.exit_code
+        case Error():
+            # The report of a finding has many lines, and the command prints it among its findings.
+            text = str(error)
+            _print(f"error: {text.partition(_BREAK)[0] if isinstance(error, FindingError) else text}")
+            code: int = error.exit_code
+        case MemoryError():
+            _print(f"error: out of memory: {str(error) or _NO_MEMORY}")
+            code = OUT_OF_MEMORY
+        case OSError():
+            where = f"{error.filename}: " if error.filename is not None else ""
+            _print(f"error: {where}{error.strerror or error}")
+            code = BAD_INPUT
+        case _:
+            hint = "" if verbose else " (-v shows where)"
+            what = ": ".join(filter(None, (type(error).__name__, str(error))))
+            _print(f"error: {what}; this is a bug{hint}")
+            code = FAILED
+            if verbose:
+                traceback.print_exception(error)
+    return code
+
+
+def _usage(error: click.ClickException) -> str:
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    hint = f" (see '{context.command_path} --help')" if context is not None else ""
+    return error.format_message() + hint
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody is left to tell
+        click.echo(f"refengine: {one_line(text)}", err=True)
+
+
+def one_line(text: str) -> str:
+    """Text of an error on one line, with what a terminal would act on escaped."""
+    joined = " ".join(line.strip() for line in text.splitlines() if line.strip())
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in joined)
+
+
+def _forget_stdout() -> None:
+    """Let what is still buffered go nowhere, or the interpreter complains about the pipe when it ends."""
+    with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nothing:  # noqa: PTH123
+        os.dup2(nothing.fileno(), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def one_interrupt() -> Iterator[None]:
+    """Let a first Ctrl-C end the command in order, and a second one end the process at once."""
+    usual = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or usual is not signal.default_int_handler:
+        yield
+        return
+
+    def first(_number: int, _frame: Any) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, first)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)

@@ -1,0 +1,211 @@
+"""``refengine generate``: a prompt in, text out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cli import model_options as options
+from cli.command import EngineCommand, Settings, count_bytes
+from cli.failures import FAILED
+from cli.refused import REFUSED
+from instrumentation.errors import BadInputError, FindingError
+
+if TYPE_CHECKING:
+    from cli.display import Display
+    from refengine.engine import Engine
+    from refengine.generation import Generation
+    from refengine.gguf_values import Scalar
+
+
+def _check_predict(_ctx: click.Context, _param: click.Parameter, value: int) -> int:
+    if value < 1 and value != -1:
+        raise BadInputError(f"-n/--predict is {value}; give a positive number, or -1 for until the end")
+    return value
+
+
+def _check_parallel(_ctx: click.Context, _param: click.Parameter, value: int) -> None:
+    if value != 1:
+        raise BadInputError(f"-np/--parallel is {value}: one prompt is one sequence; leave it out")
+
+
+@click.command(cls=EngineCommand, refused=REFUSED)
+@options.model_option
+@click.option("-p", "--prompt", metavar="TEXT", help="The prompt, as it is; - reads stdin.")
+@click.option("-f", "--file", metavar="FILE", help="A file with the prompt; - reads stdin.")
+@click.option(
+    "-n", "--predict", "--n-predict", "n_predict", type=int, default=-1, metavar="N",
+    callback=_check_predict, help="Most tokens to generate; -1: to the end.",
+)  # fmt: skip
+@click.option("--ignore-eos", is_flag=True, help="Go on where the model would end.")
+@click.option("-st", "--single-turn", is_flag=True, help="Ask it with the model's chat template.")
+@click.option("-sys", "--system-prompt", metavar="TEXT", help="System message; implies -st.")
+@options.sampling_options
+@options.context_options
+@options.device_options
+@options.override_option
+@options.check_tensors_option
+@options.speculative_options
+@click.option(
+    "-np", "--parallel", type=int, default=1, hidden=True, expose_value=False, callback=_check_parallel
+)
+@click.option("--fast", is_flag=True, hidden=True)
+# What is so anyway.
+@click.option("--jinja", is_flag=True, hidden=True, expose_value=False)
+@click.option("-no-cnv", "--no-conversation", is_flag=True, hidden=True, expose_value=False)
+@click.option("--no-context-shift", is_flag=True, hidden=True, expose_value=False)
+@click.option("--no-display-prompt", is_flag=True, hidden=True, expose_value=False)
+@click.option("--no-escape", is_flag=True, hidden=True, expose_value=False)
+@click.pass_obj
+def generate(
+    settings: Settings,
+    /,
+    model: str,
+    prompt: str | None,
+    file: str | None,
+    override_kv: tuple[str, ...],
+    check_tensors: bool,
+    single_turn: bool,
+    system_prompt: str | None,
+    **given: Any,
+) -> None:
+    """Continue a prompt. Stdout gets the generated text and nothing else.
+
+    \b
+    Example:
+      refengine generate -m smollm2 -st -p "What is a page fault?" -n 64 --temp 0
+    """  # noqa: D301 - click's mark for lines that stay as they are
+    text = _read_prompt(prompt, file)
+    from cli.display import display  # noqa: PLC0415 - --help does without what it takes to run
+    from refengine.gguf_lookup import parse_override_kv  # noqa: PLC0415
+    from refengine.models import resolve_model  # noqa: PLC0415
+    from refengine.options import EngineOptions  # noqa: PLC0415
+    from refengine.sampling import SamplingParams  # noqa: PLC0415
+
+    overrides = parse_override_kv(override_kv)
+    path = resolve_model(model)
+    engine_options = options.split(given, set(EngineOptions.__dataclass_fields__))
+    # Whatever can be refused is refused before weights are loaded.
+    EngineOptions(**engine_options)
+    SamplingParams(**options.split(dict(given), set(SamplingParams.__dataclass_fields__)))
+    with display(quiet=settings.verbosity < 0) as shown:
+        engine = _load(path, overrides, engine_options, shown, check_tensors=check_tensors)
+        try:
+            chat = single_turn or system_prompt is not None
+            result = _write(engine, _chat(engine, text, system_prompt) if chat else text, shown, given)
+            peak = engine.allocator.snapshot()
+        finally:
+            shown.clear()
+            found = _end(engine)
+    if settings.verbosity >= 0:
+        _summarise(engine, result, peak.reserved_peak, peak.used.peak)
+    if found:
+        raise click.exceptions.Exit(FAILED)
+
+
+def _read_prompt(prompt: str | None, file: str | None) -> bytes:
+    if (prompt is None) == (file is None):
+        seen = "no prompt" if prompt is None else "two prompts"
+        raise BadInputError(f"{seen}; give one of -p/--prompt and -f/--file")
+    if "-" in (prompt, file):
+        return sys.stdin.buffer.read()
+    if prompt is not None:
+        return os.fsencode(prompt)
+    assert file is not None
+    try:
+        return Path(file).read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise BadInputError(f"-f/--file {file}: cannot be read: {reason}") from None
+
+
+def _load(
+    path: Path,
+    overrides: dict[str, Scalar],
+    engine_options: dict[str, Any],
+    shown: Display,
+    *,
+    check_tensors: bool,
+) -> Engine:
+    import refengine  # noqa: PLC0415
+
+    if check_tensors:
+        from refengine.gguf_file import GGUFFile  # noqa: PLC0415
+        from refengine.inspection import check_tensor_data  # noqa: PLC0415
+
+        with GGUFFile.open(path) as gguf:
+            check_tensor_data(gguf)
+    return refengine.load(path, override_kv=overrides, progress=shown.weights, **engine_options)
+
+
+def _chat(engine: Engine, prompt: bytes, system: str | None) -> list[int]:
+    """Tokens of one turn of the user, as the model's template writes it."""
+    from refengine.chat_template import render_chat  # noqa: PLC0415
+
+    if engine.chat_template is None:
+        raise BadInputError("the model has no chat template; leave out --single-turn and --system-prompt")
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": prompt.decode("utf-8", "surrogateescape")})
+    tokenizer = engine.tokenizer
+
+    def name(token: int | None) -> str:
+        return "" if token is None else tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+    text = render_chat(
+        engine.chat_template, messages, bos_token=name(tokenizer.bos_id), eos_token=name(tokenizer.eos_id)
+    )
+    return tokenizer.encode(text, parse_special=True, add_special=False)
+
+
+def _write(engine: Engine, prompt: bytes | list[int], shown: Display, given: dict[str, Any]) -> Generation:
+    """Stream to stdout as UTF-8, whatever the terminal's own encoding is: golden texts are compared by bytes."""
+    ends: list[Generation] = []
+    stdout = sys.stdout.buffer
+    pieces = engine.stream(prompt, on_end=ends.append, **given)
+    with contextlib.closing(pieces):
+        for piece in pieces:
+            shown.text_follows()
+            stdout.write(piece.encode())
+            stdout.flush()
+    if sys.stdout.isatty():
+        stdout.write(b"\n")
+        stdout.flush()
+    return ends[0]
+
+
+def _end(engine: Engine) -> int:
+    """Close, and print what was found; returns the number of findings."""
+    from instrumentation.reports.text import render  # noqa: PLC0415
+
+    with contextlib.suppress(FindingError):  # leaks, which are among the findings
+        engine.close()
+    found = engine.findings
+    if found or engine.options.check != "off":
+        for finding in found:
+            click.echo(f"\n{render(finding)}\n", err=True)
+        click.echo(f"{len(found)} finding{'s' * (len(found) != 1)}", err=True)
+    return len(found)
+
+
+def _summarise(engine: Engine, result: Generation, reserved: int, used: int) -> None:
+    times = result.timings
+    lines = [f"seed: {result.seed}"]
+    for name, unit, count, seconds, rate in (
+        ("prompt eval time", "tokens", times.prompt_tokens, times.prompt_seconds, times.prompt_per_second),
+        ("eval time", "runs  ", times.predicted_tokens, times.predicted_seconds, times.predicted_per_second),
+    ):
+        each = seconds * 1e3 / count if count else 0.0
+        lines.append(
+            f"{name:>16} = {seconds * 1e3:10.2f} ms / {count:5d} {unit} "
+            f"({each:8.2f} ms per token, {rate:8.2f} tokens per second)"
+        )
+    lines.append(
+        f"memory peak: {count_bytes(reserved)} reserved ({reserved} bytes), {count_bytes(used)} used ({used} bytes), "
+        f"device {engine.device.name}"
+    )
+    click.echo("\n".join(lines), err=True)

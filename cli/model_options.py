@@ -1,0 +1,69 @@
+"""Options that say how a model is loaded and sampled. Each is named like the parameter of the API it becomes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from cli.command import parse_size, together
+
+option = click.option
+
+
+def _size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
+    return None if value is None else parse_size(value, "--device-memory-limit")
+
+
+model_option = option("-m", "--model", required=True, metavar="MODEL", help="GGUF file, or smollm2.")
+override_option = option(
+    "--override-kv", multiple=True, metavar="KEY=TYPE:VALUE", help="Replace metadata; repeatable."
+)
+check_tensors_option = option("--check-tensors", is_flag=True, help="Refuse weights that are not finite.")
+
+context_options = together(
+    option("-c", "--ctx-size", "n_ctx", type=int, default=0, metavar="N", help="Context length; 0: the model's own."),
+    option("-b", "--batch-size", "n_batch", type=int, default=2048, metavar="N",
+           help="Most tokens of a decode (2048)."),
+    option("-ub", "--ubatch-size", "n_ubatch", type=int, default=512, metavar="N", help="Most tokens of a pass (512)."),
+    option("-ctk", "--cache-type-k", "cache_type_k", default="f16", metavar="TYPE",
+           help="Keys in the cache: f16, f32."),
+    option("-ctv", "--cache-type-v", "cache_type_v", default="f16", metavar="TYPE",
+           help="Values in the cache: f16, f32."),
+)  # fmt: skip
+
+device_options = together(
+    option("-dev", "--device", default="auto", metavar="NAME", help="auto, host, cuda or cuda:N."),
+    option("-t", "--threads", type=int, metavar="N", help="Threads of the host device; all cores."),
+    option("--check", default="off", metavar="LEVEL", help="off, guard, audit or trap."),
+    option("--device-memory-limit", callback=_size, metavar="SIZE", help="Bytes, or with KiB, MiB or GiB."),
+    option(
+        "--no-cuda-graphs", "cuda_graphs", flag_value=False, default=True, help="Launch kernels one by one."
+    ),
+)
+
+speculative_options = together(
+    option("--spec-type", default="none", metavar="TYPE", help="none or draft-mtp."),
+    option("--spec-draft-n-max", "draft_n_max", type=int, default=3, metavar="N", help="Most tokens of a draft (3)."),
+    option("--spec-draft-n-min", "draft_n_min", type=int, default=0, metavar="N", help="Fewest tokens of a draft (0)."),
+    option("--spec-draft-p-min", "--draft-p-min", "draft_p_min", type=float, default=0.0, metavar="P",
+           help="Least probability to draft (0)."),
+)  # fmt: skip
+
+sampling_options = together(
+    option("--temp", "temperature", type=float, default=0.8, metavar="T", help="Temperature (0.8); 0: most likely."),
+    option("--top-k", type=int, default=40, metavar="K", help="Keep the K likeliest (40); 0: all."),
+    option("--top-p", type=float, default=0.95, metavar="P", help="Keep this much probability (0.95)."),
+    option("--min-p", type=float, default=0.05, metavar="P", help="Drop below P of the likeliest (0.05)."),
+    option("--typical", "typical_p", type=float, default=1.0, metavar="P", help="Locally typical sampling (1: off)."),
+    option("--repeat-last-n", type=int, default=64, metavar="N", help="Tokens that penalties see (64); -1: all."),
+    option("--repeat-penalty", type=float, default=1.0, metavar="X", help="Of tokens seen (1: off)."),
+    option("--frequency-penalty", type=float, default=0.0, metavar="X", help="Per time seen (0: off)."),
+    option("--presence-penalty", type=float, default=0.0, metavar="X", help="Once for being seen (0: off)."),
+    option("-s", "--seed", type=int, default=-1, metavar="N", help="Reproduces a run; -1 draws one."),
+)  # fmt: skip
+
+
+def split(given: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    """Take the parameters of ``names`` out of ``given``."""
+    return {name: given.pop(name) for name in sorted(names & given.keys())}

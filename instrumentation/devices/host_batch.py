@@ -1,0 +1,133 @@
+"""Launches of the host device as the native loop takes them: argument blocks, records, canaries, graphs."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numba.core import types as nb
+
+from instrumentation.devices.host_driver import NO_RANGES, RECORD, run_launches
+from instrumentation.devices.monitor import Access, launch_accesses
+from instrumentation.view import View
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from instrumentation.allocator import Allocator
+    from instrumentation.devices.host_memory import HostMemory
+    from instrumentation.devices.launch import Argument, Launch
+    from instrumentation.ownership import Owner
+
+_native = threading.Lock()  # Numba's work-queue layer runs one parallel region at a time
+
+
+class PreparedLaunch:
+    """A checked launch with its argument block: grid, then for each parameter address and extents, or bits."""
+
+    __slots__ = ("block", "launch", "record")
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        entry = launch.kernel.host().address
+        slots = list(launch.grid)
+        for name, kind in launch.kernel.signature.items():
+            slots += _argument_slots(kind, launch.arguments[name])
+        #: int64 [n_slots]; the record names its address, so it lives as long as the launch
+        self.block = np.array(slots, np.int64)
+        self.record = (entry, self.block.ctypes.data, launch.blocks)
+
+
+def _argument_slots(kind: Any, value: Argument) -> list[int]:
+    if isinstance(value, View):
+        return [value.address, *value.shape]
+    number = np.array([value], np.dtype(str(kind)) if isinstance(kind, nb.Number) else np.int64)
+    return [int.from_bytes(number.tobytes().ljust(8, b"\0"), "little", signed=True)]
+
+
+class Batch:
+    """Launches that run in one native call, with the canary ranges to compare after each."""
+
+    def __init__(self, launches: Sequence[PreparedLaunch], allocator: Allocator | None) -> None:
+        self.launches = launches
+        self.allocator = allocator
+        self.records = np.zeros((len(launches), RECORD), np.int64)
+        ranges: list[tuple[int, int, int]] = []
+        for i, prepared in enumerate(launches):
+            first = len(ranges)
+            if allocator is not None:
+                views, writes = prepared.launch.views, prepared.launch.kernel.writes
+                written = {view.buffer for name, view in views.items() if name in writes}
+                ranges += allocator.canary_regions(written)
+            self.records[i] = (*prepared.record, first, len(ranges))
+        self.ranges = np.array(ranges, np.int64) if ranges else NO_RANGES
+
+    def run(self, memory: HostMemory, threads: int, stream: str, owner: Owner) -> Exception | None:
+        """Run every launch. Damage is reported and repaired after the launch that did it, and the rest runs.
+
+        Returns the first thing that a callback of the findings raised.
+        """
+        failure: Exception | None = None
+        begin, count = 0, len(self.launches)
+        while begin < count:
+            with _native:
+                end = run_launches(self.records, begin, count, threads, self.ranges)
+            if end < count:
+                try:
+                    self._report(memory, end, stream, owner)
+                except Exception as error:  # noqa: BLE001 - the caller raises it when the queue is empty
+                    failure = failure or error
+            begin = end + 1
+        return failure
+
+    def _report(self, memory: HostMemory, index: int, stream: str, owner: Owner) -> None:
+        assert self.allocator is not None
+        launch = self.launches[index].launch
+        first, last = self.records[index, 3:5]
+        for address, nbytes, byte in self.ranges[first:last].tolist():
+            offset = memory.first_mismatch(address, nbytes, byte)
+            if offset >= 0:
+                self.allocator.find_damage(
+                    address + offset,
+                    kernel=launch.kernel.name,
+                    launch=launch.number,
+                    stream=stream,
+                    actor=owner.name,
+                )
+
+
+class HostGraph:
+    """Captured launches of the host device."""
+
+    def __init__(self, name: str, batch: Batch) -> None:
+        self.name = name
+        self.batch = batch
+        self.destroyed = False
+        accesses: dict[tuple[int, str], Access] = {}
+        for prepared in batch.launches:
+            for access in launch_accesses(prepared.launch):
+                accesses.setdefault((access.view.buffer.serial, access.mode), access)
+        #: one for each buffer and mode, checked anew at each replay
+        self.accesses = tuple(accesses.values())
+        self._buffers = {access.view.buffer for access in self.accesses}
+        for buffer in self._buffers:
+            buffer.pin(self._pin)
+
+    @property
+    def _pin(self) -> str:
+        return f"graph {self.name}"
+
+    @property
+    def launches(self) -> int:
+        """Number of captured launches."""
+        return len(self.batch.launches)
+
+    def destroy(self) -> None:
+        """Unpin the buffers."""
+        if not self.destroyed:
+            self.destroyed = True
+            for buffer in self._buffers:
+                # A buffer that its allocator took back at close has no pins left.
+                if not buffer.freed:
+                    buffer.unpin(self._pin)

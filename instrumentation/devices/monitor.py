@@ -1,0 +1,84 @@
+"""Level ``guard``: every buffer that work names is live, and its owner's to use, before the work is queued."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from instrumentation.findings import Finding, capture_stack
+from instrumentation.reports.text import refused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from instrumentation.devices.launch import Launch
+    from instrumentation.findings import FindingLog
+    from instrumentation.ownership import Mode, Owner
+    from instrumentation.view import View
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One view that a launch, copy or graph reads or writes. ``what`` says who, for people."""
+
+    what: str
+    view: View
+    mode: Mode
+    kernel: str | None = None
+    argument: str | None = None
+    launch: int | None = None
+
+
+def launch_accesses(launch: Launch) -> list[Access]:
+    """One access for each array argument; a parameter that is read and written counts as written."""
+    name = launch.kernel.name
+    return [
+        Access(
+            name, view, "write" if argument in launch.kernel.writes else "read", name, argument, launch.number
+        )
+        for argument, view in launch.views.items()
+    ]
+
+
+class AccessMonitor:
+    """Refuses what would touch a dead buffer (MEM004) or one of another owner (OWN001)."""
+
+    def __init__(self, findings: FindingLog, device: str) -> None:
+        self.findings = findings
+        self.device = device
+
+    def check(self, accesses: Iterable[Access], owner: Owner, stream: str) -> None:
+        """Raise ``FindingError`` for the first access that ``owner`` may not make now."""
+        for access in accesses:
+            access.view.check_live(
+                kernel=access.kernel,
+                argument=access.argument,
+                launch=access.launch,
+                stream=stream,
+                actor=owner.name,
+            )
+            if not access.view.buffer.permits(owner, access.mode):
+                self._refuse(access, owner, stream)
+
+    def _refuse(self, access: Access, owner: Owner, stream: str) -> NoReturn:
+        view, buffer = access.view, access.view.buffer
+        state = "shared read-only" if buffer.read_only else f"owned by {buffer.owner} and not lent to {owner}"
+        through = f" through {access.argument}" if access.argument is not None else ""
+        # A lease to read does not help who wants to write.
+        if any(lease.to == owner for lease in buffer.leases):
+            state = f"owned by {buffer.owner} and lent to {owner} for reading only"
+        finding = Finding(
+            code="OWN001",
+            message=f"{access.what} of {owner} would {access.mode} {view.name}{through}, which is {state}",
+            buffer=buffer.facts(),
+            kernel=access.kernel,
+            argument=access.argument,
+            launch=access.launch,
+            stream=stream,
+            actor=owner.name,
+            device=self.device,
+            access=capture_stack(),
+            allocation=buffer.allocation,
+        )
+        self.findings.append(finding)
+        raise refused(finding)

@@ -1,0 +1,43 @@
+"""Recorded logits and greedy continuations of small models in every kind of file."""
+
+import numpy as np
+import pytest
+from engines import DATA, PAIRS, nmse, same_bits
+
+import refengine
+
+
+def loaded(name: str, cache_type: str, check: str) -> refengine.Engine:
+    return refengine.load(
+        DATA / f"{name}.gguf",
+        check=check,
+        n_ctx=128,
+        cache_type_k=cache_type,
+        cache_type_v=cache_type,
+        device="host",
+    )
+
+
+def test_there_are_pairs():
+    assert {"llama", "qwen3", "llama-Q4_K_M", "llama-IQ4_NL"} <= set(PAIRS)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_logits_and_greedy_tokens_are_those_recorded(name: str):
+    recorded = np.load(DATA / f"{name}.npz")
+    tokens = recorded["tokens"].tolist()
+    with loaded(name, "f32", "guard") as engine:
+        logits = engine.logits(tokens)
+        assert logits.shape == recorded["logits"].shape == (48, engine.config.n_vocab)
+        assert logits.dtype == np.float32
+        assert nmse(logits, recorded["logits"]) < 1e-10
+        generation = engine.generate(tokens, n_predict=32, temperature=0, return_logits=True)
+        assert generation.tokens == recorded["greedy"].tolist()
+        assert same_bits(generation.logits[0], logits[-1])
+        assert engine.check_integrity() == []
+        assert engine.findings == []
+    with loaded(name, "f32", "off") as engine:
+        assert same_bits(engine.logits(tokens), logits)
+        unchecked = engine.generate(tokens, n_predict=32, temperature=0, return_logits=True)
+        assert unchecked.tokens == generation.tokens
+        assert same_bits(unchecked.logits, generation.logits)

@@ -1,0 +1,140 @@
+"""Plans: no two tensors that live at once share memory, and the worst shape covers every other one."""
+
+import functools
+
+import pytest
+from engines import DATA, TARGET
+from hypothesis import given
+from hypothesis import strategies as st
+
+from instrumentation.redzones import Redzones
+from refengine.config import ModelConfig
+from refengine.context import MAX_OUTPUTS, ContextSettings, graph_builder
+from refengine.gguf_file import GGUFFile
+from refengine.graph import BatchShape, Graph
+from refengine.planner import Plan, plan
+
+MODELS = ("llama", "qwen3")
+SHAPES = st.integers(1, 80).flatmap(
+    lambda n: st.builds(BatchShape, st.just(n), st.integers(0, min(n, MAX_OUTPUTS)))
+)
+
+
+@functools.cache
+def config(name: str) -> ModelConfig:
+    with GGUFFile.open(DATA / f"{name}.gguf") as gguf:
+        return ModelConfig.from_gguf(gguf)
+
+
+def context_settings(**changes) -> ContextSettings:
+    defaults = {
+        "n_ctx": 128,
+        "n_batch": 128,
+        "n_ubatch": 80,
+        "n_sequences": 1,
+        "cache_type": "f32",
+        "capture": True,
+    }
+    return ContextSettings(**(defaults | changes))
+
+
+def build(name: str, shape: BatchShape) -> Graph:
+    return graph_builder(config(name), context_settings())(shape)
+
+
+def check(graph: Graph, made: Plan) -> None:
+    """Run the graph's accesses over the plan: each read finds what was last written for it."""
+    content: dict[int, str] = {}
+    for spec in graph.tensors.values():
+        assert made.requests[made.place[spec.name]].nbytes == spec.nbytes
+        if spec.kind == "input":
+            assert made.place[spec.name] not in content
+            content[made.place[spec.name]] = spec.name
+    for node in graph.nodes:
+        for name in node.tensors.values():
+            assert content[made.place[name]] == name
+        if node.output is not None:
+            assert made.place[node.output] not in [made.place[name] for name in node.tensors.values()]
+            content[made.place[node.output]] = node.output
+    for spec in graph.tensors.values():
+        if spec.kind != "compute":
+            assert content[made.place[spec.name]] == spec.name
+
+
+@given(name=st.sampled_from(MODELS), shape=SHAPES)
+def test_every_read_finds_its_tensor(name: str, shape: BatchShape):
+    graph = build(name, shape)
+    check(graph, plan(graph, TARGET))
+
+
+SETTINGS = st.builds(
+    context_settings,
+    n_ctx=st.integers(1, 100),
+    n_batch=st.integers(1, 100),
+    n_ubatch=st.integers(1, 100),
+    n_sequences=st.integers(1, 3),
+)
+
+
+@given(name=st.sampled_from(MODELS), chosen=SETTINGS, redzone=st.sampled_from([0, 256, 4096]), data=st.data())
+def test_the_worst_shapes_cover_every_batch(
+    name: str, chosen: ContextSettings, redzone: int, data: st.DataObject
+):
+    of_shape = graph_builder(config(name), chosen)
+    zones = Redzones(redzone)
+
+    def nbytes(shape: BatchShape) -> int:
+        return sum(zones.block_nbytes(request.nbytes) for request in plan(of_shape(shape), TARGET).requests)
+
+    cells = -(-chosen.n_ctx // 32) * 32
+    n_tokens = data.draw(
+        st.integers(1, min(chosen.n_ubatch, chosen.n_batch, cells, chosen.n_ctx * chosen.n_sequences))
+    )
+    n_outputs = data.draw(st.integers(0, min(n_tokens, MAX_OUTPUTS)))
+    assert nbytes(BatchShape(n_tokens, n_outputs)) <= max(nbytes(shape) for shape in chosen.worst_shapes)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_memory_is_shared_between_layers(name: str):
+    graph = build(name, BatchShape(8, 1))
+    made = plan(graph, TARGET)
+    assert made.nbytes == sum(request.nbytes for request in made.requests)
+    assert made.nbytes < 0.5 * sum(spec.nbytes for spec in graph.tensors.values())
+    assert len({request.name for request in made.requests}) == len(made.requests)
+    assert all(request.owner == TARGET for request in made.requests)
+
+
+def test_a_tensor_of_chance_size_does_not_share():
+    # As many outputs as tokens: the rows of both have one size.
+    graph = build("llama", BatchShape(4, 4))
+    made = plan(graph, TARGET)
+    rows = {name: graph.tensors[name].rows for name in made.place}
+    for place in set(made.place.values()):
+        assert len({rows[name] for name, at in made.place.items() if at == place}) == 1
+
+
+def test_an_operation_reads_what_is_in_the_graph():
+    graph = Graph(BatchShape(2, 1))
+    with pytest.raises(AssertionError, match="nowhere is not in the graph yet"):
+        graph.add("add", "sum", (2, 4), {"a": "nowhere"})
+    graph.input("a", (2, 4), "tokens")
+    with pytest.raises(AssertionError, match="tensor a is in the graph already"):
+        graph.input("a", (2, 4), "tokens")
+    with pytest.raises(AssertionError, match="has not as many rows as tokens"):
+        graph.add("add", "sum", (3, 4), {"a": "a", "b": "a"})
+
+
+def test_dead_results_give_their_memory_back():
+    graph = Graph(BatchShape(2, 0))
+    graph.input("a", (2, 4), "tokens")
+    for i in range(3):
+        graph.add("add", f"unused {i}", (2, 4), {"a": "a", "b": "a"})
+    made = plan(graph, TARGET)
+    assert len(made.requests) == 2
+    assert len({made.place[f"unused {i}"] for i in range(3)}) == 1
+
+
+@pytest.mark.parametrize(("n_tokens", "n_outputs"), [(0, 0), (1, 2), (1, -1)])
+def test_shapes_that_cannot_be(n_tokens: int, n_outputs: int):
+    with pytest.raises(AssertionError):
+        BatchShape(n_tokens, n_outputs)

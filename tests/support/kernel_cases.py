@@ -1,0 +1,178 @@
+"""One case of each kernel of the engine with random inputs, poisoned outputs and its float64 twin's answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+
+from refengine.kernels import elementwise, norm, select
+from refengine.kernels.attention import CACHE_DTYPES, PAGE, attention, attention_f64, store_kv
+from refengine.kernels.mul_mat import TILE, get_rows, mul_mat
+from refengine.kernels.quants import FORMATS
+from refengine.kernels.quants.layout import Packed
+from refengine.kernels.rope import rope, rope_f64, rope_tables
+
+if TYPE_CHECKING:
+    from instrumentation.kernel import Kernel
+
+
+@dataclass
+class Case:
+    """A launch and what it must give. ``expected``: output parameter -> twin's value."""
+
+    kernel: Kernel
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    expected: dict[str, Any]
+
+
+def nmse(seen: Any, wanted: Any) -> float:
+    """Sum of squared differences over sum of squares, in float64; NaN when anything is NaN."""
+    wide = np.asarray(wanted, np.float64)
+    return float(np.sum((np.asarray(seen, np.float64) - wide) ** 2) / max(np.sum(wide**2), 1e-300))
+
+
+def poisoned(shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
+    """Array whose every byte is 0xFF: NaN as floats, -1 as signed integers."""
+    out = np.empty(shape, dtype)
+    out.view(np.uint8)[...] = 0xFF
+    return out
+
+
+def random_blocks(rng: np.random.Generator, quantisation: Any, n_out: int, n_in: int) -> Any:
+    """Raw bytes of a matrix whose values are finite and of ordinary size."""
+    if quantisation == gguf.GGMLQuantizationType.F32:
+        return rng.standard_normal(n_out * n_in).astype(np.float32).view(np.uint8)
+    if quantisation == gguf.GGMLQuantizationType.F16:
+        return rng.standard_normal(n_out * n_in).astype(np.float16).view(np.uint8)
+    if quantisation == gguf.GGMLQuantizationType.BF16:
+        wide = rng.standard_normal(n_out * n_in).astype(np.float32)
+        return np.ascontiguousarray((wide.view(np.uint32) >> 16).astype(np.uint16)).view(np.uint8)
+    form = FORMATS[quantisation]
+    blocks = rng.integers(0, 256, (n_out * n_in // form.block_size, form.block_bytes), dtype=np.uint8)
+    typed = blocks.reshape(-1).view(form.block)
+    for field, (kind, _) in ((n, form.block.fields[n][:2]) for n in form.block.names or ()):
+        if kind.base == np.float16 or field in ("d", "dmin", "m"):
+            scale = rng.uniform(0.01, 0.03, typed[field].shape).astype(np.float16)
+            typed[field] = scale.view(kind.base) if kind.base != np.float16 else scale
+    return blocks.reshape(-1)
+
+
+def packed(quantisation: Any, raw: Any, n_out: int, n_in: int) -> dict[str, Any]:
+    """The three arrays that kernels take."""
+    form = FORMATS[quantisation]
+    shapes = form.packed_shapes(n_out, n_in)
+    arrays = Packed(
+        poisoned(shapes.codes, np.uint8),
+        poisoned(shapes.halves, np.uint16),
+        poisoned(shapes.words, np.uint32),
+    )
+    form.repack(raw, n_out, n_in, arrays)
+    return {"codes": arrays.codes, "halves": arrays.halves, "words": arrays.words}
+
+
+def cases(seed: int = 0) -> Iterator[Case]:
+    """Every family; matrices 96 x 1024, attention over 300 positions of scattered pages."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> Any:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    x, w = normal(5, 576), normal(576)
+    yield Case(
+        norm.rms_norm, (5,), {"x": x, "weight": w, "y": poisoned(x.shape), "eps": 1e-5},
+        {"y": norm.rms_norm_f64(x, w, 1e-5)},
+    )  # fmt: skip
+    gate, up = 6 * normal(1500), normal(1500)
+    span = -(-1500 // elementwise.SPAN)
+    yield Case(
+        elementwise.swiglu, (span,), {"gate": gate, "up": up, "y": poisoned(gate.shape)},
+        {"y": elementwise.swiglu_f64(gate, up)},
+    )  # fmt: skip
+    yield Case(
+        elementwise.add, (span,), {"a": gate, "b": up, "y": poisoned(gate.shape)},
+        {"y": elementwise.add_f64(gate, up)},
+    )  # fmt: skip
+    rows = np.array([4, 0, 4], np.int32)
+    yield Case(elementwise.select_rows, (3,), {"x": x, "rows": rows, "y": poisoned((3, 576))}, {"y": x[rows]})
+    logits = normal(3, 5000)
+    index, value = select.top_k_f64(logits, 8)
+    yield Case(
+        select.top_k, (3,),
+        {"x": logits, "index": poisoned((3, 8), np.int32), "value": poisoned((3, 8))},
+        {"index": index, "value": value},
+    )  # fmt: skip
+    cosine, sine = rope_tables(512, 48, 10000.0)
+    position = rng.integers(0, 512, 7).astype(np.int32)
+    heads = normal(7, 3, 64)
+    for pairing in ("norm", "neox"):
+        yield Case(
+            rope(pairing), (3, 7),
+            {"x": heads, "position": position, "cosine": cosine, "sine": sine, "y": poisoned(heads.shape)},
+            {"y": rope_f64(heads, position, cosine, sine, pairing)},
+        )  # fmt: skip
+    for quantisation in FORMATS:
+        yield from _matrix_cases(rng, quantisation)
+    for cache_type, dtype in CACHE_DTYPES.items():
+        for head_dim in (16, 64, 80, 128, 256):
+            yield from _attention_cases(rng, cache_type, dtype, head_dim)
+
+
+def _matrix_cases(rng: np.random.Generator, quantisation: Any) -> Iterator[Case]:
+    n_out, n_in = 96, 1024
+    raw = random_blocks(rng, quantisation, n_out, n_in)
+    weights = packed(quantisation, raw, n_out, n_in)
+    dense = gguf.quants.dequantize(
+        raw if quantisation != gguf.GGMLQuantizationType.F32 else raw.view(np.float32), quantisation
+    ).reshape(n_out, n_in)
+    x = rng.standard_normal((6, n_in)).astype(np.float32)
+    wanted = x.astype(np.float64) @ dense.astype(np.float64).T
+    for tile in (1, TILE):
+        yield Case(
+            mul_mat(quantisation, tile), (n_out, -(-6 // tile)), {**weights, "x": x, "y": poisoned((6, n_out))},
+            {"y": wanted},
+        )  # fmt: skip
+    rows = rng.integers(0, n_out, 9).astype(np.int32)
+    yield Case(
+        get_rows(quantisation), (9,), {**weights, "rows": rows, "y": poisoned((9, n_in))}, {"y": dense[rows]}
+    )
+
+
+def _attention_cases(rng: np.random.Generator, cache_type: Any, dtype: Any, head_dim: int) -> Iterator[Case]:
+    n_positions, n_head, n_head_kv = 300, 6, 2
+    keys, values = rng.standard_normal((2, n_positions, n_head_kv, head_dim)).astype(np.float32)
+    if cache_type == "f16":
+        keys, values = (
+            keys.astype(np.float16).astype(np.float32),
+            values.astype(np.float16).astype(np.float32),
+        )
+    n_pages = -(-n_positions // PAGE)
+    pages = rng.permutation(n_pages + 3)[:n_pages].astype(np.int32)
+    at = np.arange(n_positions)
+    cell = (pages[at // PAGE] * PAGE + at % PAGE).astype(np.int32)
+    k_cache = poisoned((n_pages + 3, n_head_kv, head_dim, PAGE), dtype)
+    v_cache = poisoned((n_pages + 3, n_head_kv, PAGE, head_dim), dtype)
+    stored_k, stored_v = k_cache.copy(), v_cache.copy()
+    narrow = (lambda a: a) if cache_type == "f32" else (lambda a: a.astype(np.float16).view(np.uint16))
+    stored_k[pages[at // PAGE], :, :, at % PAGE] = narrow(keys)
+    stored_v[pages[at // PAGE], :, at % PAGE, :] = narrow(values)
+    yield Case(
+        store_kv(cache_type), (n_head_kv, n_positions),
+        {"k": keys, "v": values, "cell": cell, "k_cache": k_cache, "v_cache": v_cache},
+        {"k_cache": stored_k, "v_cache": stored_v},
+    )  # fmt: skip
+    position = np.array([0, 31, 32, 150, n_positions - 1], np.int32)
+    q = rng.standard_normal((5, n_head, head_dim)).astype(np.float32)
+    scale = 1 / np.sqrt(head_dim)
+    yield Case(
+        attention(cache_type, head_dim), (n_head, 5),
+        {
+            "q": q, "k_cache": stored_k, "v_cache": stored_v, "pages": pages[None, :].copy(),
+            "sequence": np.zeros(5, np.int32), "position": position, "out": poisoned(q.shape), "scale": scale,
+        },
+        {"out": attention_f64(q, keys, values, position, scale)},
+    )  # fmt: skip
