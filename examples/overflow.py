@@ -17,7 +17,7 @@ from instrumentation.reports.text import render
 
 @kernel(block=64)
 def scale(x: f32_1d, y: f32_1d) -> None:
-    """y = 2 x, with the classic mistake: <= where < belongs."""
+    """Y = 2 x, with the classic mistake: <= where < belongs."""
     i = cuda.grid(1)
     if i <= y.shape[0]:
         y[i] = float32(2.0) * x[min(i, x.shape[0] - 1)]

@@ -235,6 +235,7 @@ class Engine:
     @contextmanager
     def _sequence(self) -> Iterator[int]:
         """The engine's one sequence, for one request at a time; empty before and after, whatever happened."""
+        self._require_open()
         if self._turn_thread == threading.get_ident():
             raise RequestError(
                 "a stream of this engine is not finished; exhaust or close it before the next request"

@@ -24,7 +24,7 @@ class PreTokenizer:
     add_bos: bool = False
 
     def __post_init__(self) -> None:
-        assert self.patterns, "without a pattern BPE would merge across words"  # noqa: S101
+        assert self.patterns, "without a pattern BPE would merge across words"
 
     def build(self) -> pre_tokenizers.PreTokenizer:
         """Return the library's form of it, which also turns bytes into the characters of the vocabulary."""

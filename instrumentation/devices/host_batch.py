@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,13 +19,14 @@ if TYPE_CHECKING:
     from instrumentation.devices.launch import Argument, Launch
     from instrumentation.ownership import Owner
 
-_native = threading.Lock()  # Numba's work-queue layer runs one parallel region at a time
+#: bytes that a launch must touch before waking other threads pays
+SHARED_BYTES = 64 * 1024
 
 
 class PreparedLaunch:
     """A checked launch with its argument block: grid, then for each parameter address and extents, or bits."""
 
-    __slots__ = ("block", "launch", "record")
+    __slots__ = ("block", "launch", "record", "shared")
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
@@ -37,6 +37,7 @@ class PreparedLaunch:
         #: int64 [n_slots]; the record names its address, so it lives as long as the launch
         self.block = np.array(slots, np.int64)
         self.record = (entry, self.block.ctypes.data, launch.blocks)
+        self.shared = sum(view.nbytes for view in launch.views.values()) >= SHARED_BYTES
 
 
 def _argument_slots(kind: Any, value: Argument) -> list[int]:
@@ -60,7 +61,7 @@ class Batch:
                 views, writes = prepared.launch.views, prepared.launch.kernel.writes
                 written = {view.buffer for name, view in views.items() if name in writes}
                 ranges += allocator.canary_regions(written)
-            self.records[i] = (*prepared.record, first, len(ranges))
+            self.records[i] = (*prepared.record, first, len(ranges), prepared.shared)
         self.ranges = np.array(ranges, np.int64) if ranges else NO_RANGES
 
     def run(self, memory: HostMemory, threads: int, stream: str, owner: Owner) -> Exception | None:
@@ -71,8 +72,7 @@ class Batch:
         failure: Exception | None = None
         begin, count = 0, len(self.launches)
         while begin < count:
-            with _native:
-                end = run_launches(self.records, begin, count, threads, self.ranges)
+            end = run_launches(self.records, begin, count, threads, self.ranges)
             if end < count:
                 try:
                     self._report(memory, end, stream, owner)

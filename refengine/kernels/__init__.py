@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from instrumentation.kernel import Kernel
 
 #: head sizes that the exhaustive list of kernels covers; attention is specialised per head size

@@ -95,7 +95,10 @@ def main() -> int:
         equal += same
         total += 1
         mark = "" if ok else " MISSED"
-        print(f"| {case.kernel.name} | {worst:.1e} | {again} | {same} | {seconds:.1f} | {us:.1f} |{mark}", flush=True)
+        print(
+            f"| {case.kernel.name} | {worst:.1e} | {again} | {same} | {seconds:.1f} | {us:.1f} |{mark}",
+            flush=True,
+        )
     print(f"{total} kernels, {bad} missed, {equal} with the host's bits")
     return 1 if bad else 0
 

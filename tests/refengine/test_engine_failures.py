@@ -18,7 +18,14 @@ TOKENS = np.random.default_rng(5).integers(0, 320, 100).tolist()
 
 
 def loaded(**options) -> refengine.Engine:
-    defaults = {"n_ctx": N_CTX, "check": "guard", "device": "host", "n_batch": 64, "n_ubatch": 32}
+    defaults = {
+        "n_ctx": N_CTX,
+        "check": "guard",
+        "device": "host",
+        "threads": 1,
+        "n_batch": 64,
+        "n_ubatch": 32,
+    }
     return refengine.load(LLAMA, **(defaults | options))
 
 
@@ -83,7 +90,7 @@ def test_errors_have_the_exit_codes_of_the_command_line():
 
 
 def test_unknown_sampling_is_named(engine):
-    with pytest.raises(RequestError, match="unknown argument temprature; sampling knows .*temperature"):
+    with pytest.raises(RequestError, match=r"unknown argument temprature; sampling knows .*temperature"):
         engine.generate([1], temprature=0)
     with pytest.raises(RequestError, match="top_p is 2; wanted 0 to 1"):
         engine.generate([1], top_p=2)
@@ -242,7 +249,7 @@ def test_a_failed_device_ends_the_request(engine, monkeypatch):
 
 
 def test_no_room_in_the_cache_ends_the_request(engine, monkeypatch):
-    monkeypatch.setattr(engine.context, "decode", lambda batch: DecodeStatus.NO_KV_SLOT)
+    monkeypatch.setattr(engine.context, "decode", lambda _batch: DecodeStatus.NO_KV_SLOT)
     with pytest.raises(ContextSizeError, match=r"^Context size has been exceeded\.$"):
         engine.generate(TOKENS[:7])
 

@@ -79,10 +79,14 @@ def recorded(name: str) -> tuple[Array, Array]:
 
 
 def engine_logits(name: str, cache_type: CacheType) -> Array:
-    path = DATA / f"{name}.gguf"
-    with refengine.load(
-        path, n_ctx=64, cache_type_k=cache_type, cache_type_v=cache_type, check="guard"
-    ) as engine:
+    options = {
+        "cache_type_k": cache_type,
+        "cache_type_v": cache_type,
+        "n_ctx": 64,
+        "check": "guard",
+        "threads": 1,
+    }
+    with refengine.load(DATA / f"{name}.gguf", **options) as engine:
         return engine.logits(recorded(name)[0].tolist())
 
 

@@ -7,15 +7,9 @@ from engines import DATA, PAIRS, nmse, same_bits
 import refengine
 
 
-def loaded(name: str, cache_type: str, check: str) -> refengine.Engine:
-    return refengine.load(
-        DATA / f"{name}.gguf",
-        check=check,
-        n_ctx=128,
-        cache_type_k=cache_type,
-        cache_type_v=cache_type,
-        device="host",
-    )
+def loaded(name: str, check: str) -> refengine.Engine:
+    options = {"cache_type_k": "f32", "cache_type_v": "f32", "n_ctx": 128, "device": "host", "threads": 1}
+    return refengine.load(DATA / f"{name}.gguf", check=check, **options)
 
 
 def test_there_are_pairs():
@@ -24,19 +18,19 @@ def test_there_are_pairs():
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_logits_and_greedy_tokens_are_those_recorded(name: str):
-    recorded = np.load(DATA / f"{name}.npz")
-    tokens = recorded["tokens"].tolist()
-    with loaded(name, "f32", "guard") as engine:
+    with np.load(DATA / f"{name}.npz") as recorded:
+        tokens, wanted, greedy = recorded["tokens"].tolist(), recorded["logits"], recorded["greedy"].tolist()
+    with loaded(name, "guard") as engine:
         logits = engine.logits(tokens)
-        assert logits.shape == recorded["logits"].shape == (48, engine.config.n_vocab)
+        assert logits.shape == wanted.shape == (48, engine.config.n_vocab)
         assert logits.dtype == np.float32
-        assert nmse(logits, recorded["logits"]) < 1e-10
+        assert nmse(logits, wanted) < 1e-10
         generation = engine.generate(tokens, n_predict=32, temperature=0, return_logits=True)
-        assert generation.tokens == recorded["greedy"].tolist()
+        assert generation.tokens == greedy
         assert same_bits(generation.logits[0], logits[-1])
         assert engine.check_integrity() == []
         assert engine.findings == []
-    with loaded(name, "f32", "off") as engine:
+    with loaded(name, "off") as engine:
         assert same_bits(engine.logits(tokens), logits)
         unchecked = engine.generate(tokens, n_predict=32, temperature=0, return_logits=True)
         assert unchecked.tokens == generation.tokens

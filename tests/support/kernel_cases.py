@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,8 @@ from refengine.kernels.quants.layout import Packed
 from refengine.kernels.rope import rope, rope_f64, rope_tables
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from instrumentation.kernel import Kernel
 
 

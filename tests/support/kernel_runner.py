@@ -72,7 +72,7 @@ def run(
     block = np.array(slots, np.int64)
     entry = kernel.host(options).address
     blocks = prod(shape)
-    launch = np.array([[entry, block.ctypes.data, blocks, 0, 0]], np.int64)
+    launch = np.array([[entry, block.ctypes.data, blocks, 0, 0, 1]], np.int64)
     run_launches(launch, 0, 1, threads, NO_RANGES)
     for (array, copy), name in zip(guarded, [g.name for _, g in guarded], strict=True):
         copy.check(written=name in kernel.writes)

@@ -100,7 +100,7 @@ class World:
         exec(code, scope)  # noqa: S102
         try:
             self.keep(scope["f"]())
-        except (BoomError, OutOfMemoryError, TooLongError, AttributeError):
+        except (BoomError, OutOfMemoryError, TooLongError, AttributeError, NameError, TypeError):
             return
         if any(not (each.looked or each.kept) for each in self.made):
             self.violations.append("lost")
@@ -154,7 +154,9 @@ SIMPLE = st.one_of(
 def compound(inner):
     body = st.lists(inner, min_size=1, max_size=4).map(lambda parts: block(lines(*parts)))
     in_loop = st.lists(
-        st.one_of(inner, st.builds("if {}:\n    {}".format, conditions(), st.sampled_from(["break", "continue"]))),
+        st.one_of(
+            inner, st.builds("if {}:\n    {}".format, conditions(), st.sampled_from(["break", "continue"]))
+        ),
         min_size=1,
         max_size=4,
     ).map(lambda parts: block(lines(*parts)))
@@ -167,7 +169,12 @@ def compound(inner):
         st.builds("for _ in turns():\n{}\nelse:\n{}".format, in_loop, body),
         st.builds("try:\n{}\nexcept {}:\n{}".format, body, error, body),
         st.builds("try:\n{}\nfinally:\n{}".format, body, body),
-        st.builds("match {}.ok:\n    case True:\n{}\n    case _:\n{}".format, NAMES, body.map(block), body.map(block)),
+        st.builds(
+            "match {}.ok:\n    case True:\n{}\n    case _:\n{}".format,
+            NAMES,
+            body.map(block),
+            body.map(block),
+        ),
     )
 
 

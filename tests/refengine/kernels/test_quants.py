@@ -85,7 +85,7 @@ def dequantise(quant: QuantFormat, packed: Packed, n_out: int, n_in: int) -> npt
         slots += [array.ctypes.data, *array.shape]
     arguments = np.array([*slots, n_in // LANES], np.int64)
     compiled = dequantise_kernel(quant.name).host()
-    records = np.array([[compiled.address, arguments.ctypes.data, n_out, 0, 0]], np.int64)
+    records = np.array([[compiled.address, arguments.ctypes.data, n_out, 0, 0, 1]], np.int64)
     assert run_launches(records, 0, 1, 1, NO_RANGES) == 1
     return values
 
