@@ -18,7 +18,7 @@ from instrumentation.reservation import BufferRequest, ReservationError
 from refengine.architectures import BUILDERS
 from refengine.executor import Executor, Operations
 from refengine.graph import BatchShape, ContextShape
-from refengine.kernels.attention import PAGE
+from refengine.kernels.attention import PAGE, SPAN
 from refengine.kernels.rope import rope_tables
 from refengine.memory.kv_cache import CacheShape, KVCache
 
@@ -96,7 +96,16 @@ class ContextSettings:
         """Batch shapes that need the most memory: one, since a plan grows with each extent of its shape."""
         cells = -(-self.n_ctx // PAGE) * PAGE
         n_tokens = min(self.n_ubatch, self.n_batch, cells, self.n_ctx * self.n_sequences)
-        return [BatchShape(n_tokens, min(n_tokens, MAX_OUTPUTS))]
+        return [BatchShape(n_tokens, min(n_tokens, MAX_OUTPUTS), self.n_spans(self.n_ctx))]
+
+    def n_spans(self, n_positions: int) -> int:
+        """Spans that a graph covers for rows that see up to ``n_positions``: a power of two, or all that there are.
+
+        Few different shapes, so that captured launches are used again, and never twice the work.
+        """
+        most = -(-self.n_ctx // SPAN)
+        wanted = -(-n_positions // SPAN)
+        return min(1 << (wanted - 1).bit_length(), most)
 
 
 def cache_shape(config: ModelConfig, settings: ContextSettings) -> CacheShape:
@@ -251,7 +260,8 @@ class Context:
         rows: npt.NDArray[np.int32],
         logits: npt.NDArray[np.float32],
     ) -> DecodeStatus:
-        executable = self.executor.prepare(BatchShape(stop - start, len(rows)))
+        n_spans = self.settings.n_spans(int(batch.position[start:stop].max()) + 1)
+        executable = self.executor.prepare(BatchShape(stop - start, len(rows), n_spans))
         if isinstance(executable, ReservationError):
             return self._failed(DecodeStatus.ALLOC_FAILED, "failed to reserve graph", executable)
         position, sequence = batch.position[start:stop], batch.sequence[start:stop]

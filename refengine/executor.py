@@ -115,7 +115,7 @@ class Executor:
             self._executables.popitem(last=False)[1].release()
         graph = self.build(shape)
         layout = plan(graph, self.owner)
-        name = f"compute {shape.n_tokens}x{shape.n_outputs}"
+        name = f"compute {shape.n_tokens}x{shape.n_outputs}x{shape.n_spans}"
         reservation = self.arena.reserve_overlay(layout.requests, owner=self.owner, name=name)
         if reservation.error is not None:
             return reservation.error
@@ -146,7 +146,7 @@ class Executor:
         self.stream.begin_capture()
         try:
             self._launch_all(executable)
-            return self.stream.end_capture(f"{self.owner} {shape.n_tokens}x{shape.n_outputs}")
+            return self.stream.end_capture(f"{self.owner} {shape.n_tokens}x{shape.n_outputs}x{shape.n_spans}")
         finally:
             self.stream.abandon_capture()
 

@@ -24,13 +24,15 @@ Setting = int | float | str
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """What a graph's shapes depend on: rows computed, and rows whose logits are wanted."""
+    """What a graph's shapes depend on: rows computed, rows whose logits are wanted, spans of cached positions."""
 
     n_tokens: int
     n_outputs: int
+    #: spans of ``refengine.kernels.attention.SPAN`` positions that attention covers
+    n_spans: int
 
     def __post_init__(self) -> None:
-        assert self.n_tokens >= 1, self
+        assert min(self.n_tokens, self.n_spans) >= 1, self
         assert 0 <= self.n_outputs <= self.n_tokens, self
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from refengine.kernels import elementwise
-from refengine.kernels.attention import CacheType, attention, store_kv
+from refengine.kernels.attention import CacheType, attention, attention_merge, store_kv
 from refengine.kernels.elementwise import SPAN
 from refengine.kernels.mul_mat import TILE, get_rows, mul_mat
 from refengine.kernels.norm import rms_norm
@@ -112,14 +112,24 @@ def _store_kv(o: Operands) -> Call:
 def _attention(o: Operands) -> Call:
     assert o.cache is not None
     k_cache, v_cache = o.cache
-    n_head = int(o.settings["n_head"])
+    n_tokens, n_head, n_spans, _ = o.y.shape
     q = _heads(o.tensors["q"], n_head)
     arguments: dict[str, Argument] = {
         "q": q, "k_cache": k_cache, "v_cache": v_cache, "pages": o.tensors["pages"],
-        "sequence": o.tensors["sequence"], "position": o.tensors["position"], "out": _heads(o.y, n_head),
+        "sequence": o.tensors["sequence"], "position": o.tensors["position"], "partial": o.y,
         "scale": float(o.settings["scale"]),
     }  # fmt: skip
-    return Call(attention(o.cache_type, q.shape[2]), (n_head, q.shape[0]), arguments)
+    return Call(attention(o.cache_type, q.shape[2]), (n_head, n_tokens, n_spans), arguments)
+
+
+def _attention_merge(o: Operands) -> Call:
+    partial = o.tensors["spans"]
+    n_tokens, n_head = partial.shape[:2]
+    out = _heads(o.y, n_head)
+    arguments: dict[str, Argument] = {
+        "partial": partial, "position": o.tensors["position"], "out": out, "scale": float(o.settings["scale"]),
+    }  # fmt: skip
+    return Call(attention_merge(out.shape[2]), (n_head, n_tokens), arguments)
 
 
 def _flat(view: View) -> View:
@@ -146,6 +156,7 @@ def _select_rows(o: Operands) -> Call:
 OPS: dict[str, Callable[[Operands], Call]] = {
     "add": _add,
     "attention": _attention,
+    "attention_merge": _attention_merge,
     "get_rows": _get_rows,
     "mul_mat": _mul_mat,
     "rms_norm": _rms_norm,

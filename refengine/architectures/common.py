@@ -55,10 +55,15 @@ def attention(graph: Graph, config: ModelConfig, layer: int, x: str, *, head_nor
     q = _rope(graph, config, f"Qcur_rope{il}", q, config.n_head)
     k = _rope(graph, config, f"Kcur_rope{il}", k, config.n_head_kv)
     graph.add("store_kv", f"kv{il}", None, {"k": k, "v": v, "cell": "cell"}, layer=layer)
-    attended = graph.add(
-        "attention", f"kqv_out{il}", graph.tensors[q].shape,
+    spans = graph.add(
+        "attention", f"kqv_spans{il}",
+        (graph.shape.n_tokens, config.n_head, graph.shape.n_spans, config.head_dim + 2),
         {"q": q, "position": "position", "sequence": "sequence", "pages": "pages"},
-        layer=layer, n_head=config.n_head, scale=config.attention_scale,
+        layer=layer, scale=config.attention_scale,
+    )  # fmt: skip
+    attended = graph.add(
+        "attention_merge", f"kqv_out{il}", graph.tensors[q].shape, {"spans": spans, "position": "position"},
+        scale=config.attention_scale,
     )  # fmt: skip
     return mul_mat(graph, f"attn_out{il}", attended, f"{block}.attn_output.weight", config.n_embd)
 

@@ -16,7 +16,7 @@ HEAD_DIMS = (16, 64, 80, 128, 256)
 def all_kernels() -> Iterator[Kernel]:
     """Every kernel in every specialisation that models use, for tests that must leave none out."""
     from refengine.kernels import elementwise, norm, select  # noqa: PLC0415
-    from refengine.kernels.attention import CACHE_DTYPES, attention, store_kv  # noqa: PLC0415
+    from refengine.kernels.attention import CACHE_DTYPES, attention, attention_merge, store_kv  # noqa: PLC0415
     from refengine.kernels.mul_mat import TILE, get_rows, mul_mat  # noqa: PLC0415
     from refengine.kernels.quants import FORMATS  # noqa: PLC0415
     from refengine.kernels.rope import rope  # noqa: PLC0415
@@ -29,3 +29,4 @@ def all_kernels() -> Iterator[Kernel]:
     for cache_type in CACHE_DTYPES:
         yield store_kv(cache_type)
         yield from (attention(cache_type, head_dim) for head_dim in HEAD_DIMS)
+    yield from (attention_merge(head_dim) for head_dim in HEAD_DIMS)

@@ -2,9 +2,11 @@
 
 The cache holds pages of ``PAGE`` positions: keys as [n_pages, n_head_kv, head_dim, PAGE], so that the lanes of a warp
 take one position each and read side by side, values as [n_pages, n_head_kv, PAGE, head_dim]. A sequence's pages are
-named by a table in position order. Attention walks fixed spans of one page from position 0 with a running maximum
-(Milakov and Gimelshein 2018), so a row's bits depend on neither the batch, nor the cache's length, nor where its
-pages lie.
+named by a table in position order. Attention runs in two stages: each span of ``SPAN`` positions, counted from position
+0, is attended to on its own with a running maximum (Milakov and Gimelshein 2018), then the spans are merged in order.
+So a row's bits depend on neither the batch, nor the cache's length, nor where its pages lie, and a long context
+keeps a GPU as busy as a large batch. The partial results grow with the cached length:
+[n_tokens, n_head, n_spans, head_dim + 2].
 """
 
 # No "from __future__ import annotations": a kernel's annotations name types that its factory chose.
@@ -21,6 +23,9 @@ from instrumentation.kernel.types import f32, f32_3d, f32_4d, i32_1d, i32_2d, u1
 from refengine.kernels.numerics import INFINITY, exp_f32, warp_max, warp_sum
 
 PAGE = 32
+#: positions that one block of the first stage attends to
+SPAN = 256
+_SPAN_PAGES = SPAN // PAGE
 #: head sizes are a multiple of this: a score is the sum of four running sums
 HEAD_DIM_UNIT = 4
 CacheType = Literal["f32", "f16"]
@@ -69,7 +74,7 @@ def store_kv(cache_type: CacheType) -> Kernel:
 
 @functools.cache
 def attention(cache_type: CacheType, head_dim: int) -> Kernel:
-    """Kernel for one element type and head size (a multiple of 4). Grid: (n_head, n_tokens)."""
+    """First stage, for one element type and head size (a multiple of 4). Grid: (n_head, n_tokens, n_spans)."""
     assert head_dim >= HEAD_DIM_UNIT, head_dim
     assert head_dim % HEAD_DIM_UNIT == 0, head_dim
     decode: Any = _ELEMENTS[cache_type][1]
@@ -88,13 +93,18 @@ def attention(cache_type: CacheType, head_dim: int) -> Kernel:
         pages: i32_2d,
         sequence: i32_1d,
         position: i32_1d,
-        out: f32_3d,
+        partial: f32_4d,
         scale: f32,
     ) -> None:
-        """q, out [n_tokens, n_head, head_dim]; pages [n_sequences, most pages]; sequence, position [n_tokens]."""
+        """Weighted sums of one span's values, then its largest score and its sum of weights.
+
+        q [n_tokens, n_head, head_dim]; pages [n_sequences, most pages]; sequence, position [n_tokens]; partial
+        [n_tokens, n_head, n_spans, head_dim + 2], of which spans behind the position are not written.
+        """
         lane = cuda.threadIdx.x
         head = cuda.blockIdx.x
         token = cuda.blockIdx.y
+        span = cuda.blockIdx.z
         kv_head = head // (q.shape[1] // k_cache.shape[1])
         row = sequence[token]
         n_positions = position[token] + 1
@@ -104,8 +114,9 @@ def attention(cache_type: CacheType, head_dim: int) -> Kernel:
             sums[c] = float32(0.0)
         largest = float32(-INFINITY)
         denominator = float32(0.0)
-        for span in range((n_positions + PAGE - 1) // PAGE):
-            page = pages[row, span]
+        first_page = span * _SPAN_PAGES
+        for number in range(first_page, min(first_page + _SPAN_PAGES, (n_positions + PAGE - 1) // PAGE)):
+            page = pages[row, number]
             s0 = float32(0.0)
             s1 = float32(0.0)
             s2 = float32(0.0)
@@ -115,7 +126,7 @@ def attention(cache_type: CacheType, head_dim: int) -> Kernel:
                 s1 = cuda.fma(q[token, head, 4 * d + 1], decode(k_cache[page, kv_head, 4 * d + 1, lane]), s1)
                 s2 = cuda.fma(q[token, head, 4 * d + 2], decode(k_cache[page, kv_head, 4 * d + 2, lane]), s2)
                 s3 = cuda.fma(q[token, head, 4 * d + 3], decode(k_cache[page, kv_head, 4 * d + 3, lane]), s3)
-            visible = span * PAGE + lane < n_positions
+            visible = number * PAGE + lane < n_positions
             # A cell behind the position may hold anything, NaN too: select, never multiply by zero.
             score = (s0 + s1) + (s2 + s3) if visible else float32(-INFINITY)
             new_largest = max(largest, warp_max(score))
@@ -128,19 +139,59 @@ def attention(cache_type: CacheType, head_dim: int) -> Kernel:
             cuda.syncthreads()
             for c in columns:
                 sums[c] = sums[c] * rescale
-            for j in range(min(PAGE, n_positions - span * PAGE)):
+            for j in range(min(PAGE, n_positions - number * PAGE)):
                 for c in columns:
                     i = c * 32 + lane
                     if i < head_dim:
                         sums[c] = cuda.fma(weights[j], decode(v_cache[page, kv_head, j, i]), sums[c])
             cuda.syncthreads()
+        if span * SPAN < n_positions:
+            for c in columns:
+                i = c * 32 + lane
+                if i < head_dim:
+                    partial[token, head, span, i] = sums[c]
+            if lane == 0:
+                partial[token, head, span, head_dim] = largest
+                partial[token, head, span, head_dim + 1] = denominator
+
+    attention.name = f"attention_{cache_type}_{head_dim}"
+    return attention
+
+
+@functools.cache
+def attention_merge(head_dim: int) -> Kernel:
+    """Second stage: the spans of a row in order, for one head size. Grid: (n_head, n_tokens)."""
+    columns = tuple(range((head_dim + 31) // 32))
+    n_columns = len(columns)
+
+    @kernel(block=32, strict=True)
+    def attention_merge(partial: f32_4d, position: i32_1d, out: f32_3d, scale: f32) -> None:
+        """Partial [n_tokens, n_head, n_spans, head_dim + 2] of the first stage; out [n_tokens, n_head, head_dim]."""
+        lane = cuda.threadIdx.x
+        head = cuda.blockIdx.x
+        token = cuda.blockIdx.y
+        n_spans = position[token] // SPAN + 1
+        sums = cuda.local.array(n_columns, float32)
+        for c in columns:
+            sums[c] = float32(0.0)
+        largest = partial[token, head, 0, head_dim]
+        for span in range(1, n_spans):
+            largest = max(largest, partial[token, head, span, head_dim])
+        denominator = float32(0.0)
+        for span in range(n_spans):
+            w = exp_f32((partial[token, head, span, head_dim] - largest) * scale)
+            denominator = cuda.fma(partial[token, head, span, head_dim + 1], w, denominator)
+            for c in columns:
+                i = c * 32 + lane
+                if i < head_dim:
+                    sums[c] = cuda.fma(partial[token, head, span, i], w, sums[c])
         for c in columns:
             i = c * 32 + lane
             if i < head_dim:
                 out[token, head, i] = sums[c] / denominator
 
-    attention.name = f"attention_{cache_type}_{head_dim}"
-    return attention
+    attention_merge.name = f"attention_merge_{head_dim}"
+    return attention_merge
 
 
 def attention_f64(
@@ -150,7 +201,7 @@ def attention_f64(
     position: npt.NDArray[np.integer],
     scale: float,
 ) -> npt.NDArray[np.float64]:
-    """Twin of ``attention`` for one sequence: q [n_tokens, n_head, d]; keys, values [n_positions, n_head_kv, d]."""
+    """Twin of both stages for one sequence: q [n_tokens, n_head, d]; keys, values [n_positions, n_head_kv, d]."""
     q, keys, values = (a.astype(np.float64) for a in (q, keys, values))
     group = q.shape[1] // keys.shape[1]
     out = np.empty(q.shape, np.float64)

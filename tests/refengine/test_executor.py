@@ -46,8 +46,8 @@ def test_a_shape_is_captured_once(context: Context, monkeypatch: pytest.MonkeyPa
     for token in TOKENS[:10]:
         decode(context, [token])
     decode(context, TOKENS[10:12], outputs="last")
-    assert captures == ["target 1x1", "target 2x1"]
-    assert shapes(context) == [BatchShape(1, 1), BatchShape(2, 1)]
+    assert captures == ["target 1x1x1", "target 2x1x1"]
+    assert shapes(context) == [BatchShape(1, 1, 1), BatchShape(2, 1, 1)]
 
 
 def test_without_capture_nothing_is_captured(made: World, monkeypatch: pytest.MonkeyPatch):
@@ -68,8 +68,8 @@ def test_the_oldest_shapes_go(context: Context):
     decode(context, TOKENS[:9])
     context.cache.remove(0)
     assert same_bits(decode(context, TOKENS[:1]), rows[1])
-    assert BatchShape(9, 9) in shapes(context)
-    assert BatchShape(10, 10) not in shapes(context)
+    assert BatchShape(9, 9, 1) in shapes(context)
+    assert BatchShape(10, 10, 1) not in shapes(context)
     for n in (24, 3, 12):
         context.cache.remove(0)
         assert same_bits(decode(context, TOKENS[:n]), rows[n])

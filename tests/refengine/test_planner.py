@@ -16,7 +16,7 @@ from refengine.planner import Plan, plan
 
 MODELS = ("llama", "qwen3")
 SHAPES = st.integers(1, 80).flatmap(
-    lambda n: st.builds(BatchShape, st.just(n), st.integers(0, min(n, MAX_OUTPUTS)))
+    lambda n: st.builds(BatchShape, st.just(n), st.integers(0, min(n, MAX_OUTPUTS)), st.integers(1, 5))
 )
 
 
@@ -69,7 +69,7 @@ def test_every_read_finds_its_tensor(name: str, shape: BatchShape):
 
 SETTINGS = st.builds(
     context_settings,
-    n_ctx=st.integers(1, 100),
+    n_ctx=st.one_of(st.integers(1, 100), st.integers(200, 5000)),
     n_batch=st.integers(1, 100),
     n_ubatch=st.integers(1, 100),
     n_sequences=st.integers(1, 3),
@@ -91,12 +91,13 @@ def test_the_worst_shapes_cover_every_batch(
         st.integers(1, min(chosen.n_ubatch, chosen.n_batch, cells, chosen.n_ctx * chosen.n_sequences))
     )
     n_outputs = data.draw(st.integers(0, min(n_tokens, MAX_OUTPUTS)))
-    assert nbytes(BatchShape(n_tokens, n_outputs)) <= max(nbytes(shape) for shape in chosen.worst_shapes)
+    n_spans = chosen.n_spans(data.draw(st.integers(1, chosen.n_ctx)))
+    assert nbytes(BatchShape(n_tokens, n_outputs, n_spans)) <= max(nbytes(shape) for shape in chosen.worst_shapes)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_memory_is_shared_between_layers(name: str):
-    graph = build(name, BatchShape(8, 1))
+    graph = build(name, BatchShape(8, 1, 1))
     made = plan(graph, TARGET)
     assert made.nbytes == sum(request.nbytes for request in made.requests)
     assert made.nbytes < 0.5 * sum(spec.nbytes for spec in graph.tensors.values())
@@ -106,7 +107,7 @@ def test_memory_is_shared_between_layers(name: str):
 
 def test_a_tensor_of_chance_size_does_not_share():
     # As many outputs as tokens: the rows of both have one size.
-    graph = build("llama", BatchShape(4, 4))
+    graph = build("llama", BatchShape(4, 4, 1))
     made = plan(graph, TARGET)
     rows = {name: graph.tensors[name].rows for name in made.place}
     for place in set(made.place.values()):
@@ -114,7 +115,7 @@ def test_a_tensor_of_chance_size_does_not_share():
 
 
 def test_an_operation_reads_what_is_in_the_graph():
-    graph = Graph(BatchShape(2, 1))
+    graph = Graph(BatchShape(2, 1, 1))
     with pytest.raises(AssertionError, match="nowhere is not in the graph yet"):
         graph.add("add", "sum", (2, 4), {"a": "nowhere"})
     graph.input("a", (2, 4), "tokens")
@@ -125,7 +126,7 @@ def test_an_operation_reads_what_is_in_the_graph():
 
 
 def test_dead_results_give_their_memory_back():
-    graph = Graph(BatchShape(2, 0))
+    graph = Graph(BatchShape(2, 0, 1))
     graph.input("a", (2, 4), "tokens")
     for i in range(3):
         graph.add("add", f"unused {i}", (2, 4), {"a": "a", "b": "a"})
@@ -137,4 +138,4 @@ def test_dead_results_give_their_memory_back():
 @pytest.mark.parametrize(("n_tokens", "n_outputs"), [(0, 0), (1, 2), (1, -1)])
 def test_shapes_that_cannot_be(n_tokens: int, n_outputs: int):
     with pytest.raises(AssertionError):
-        BatchShape(n_tokens, n_outputs)
+        BatchShape(n_tokens, n_outputs, 1)

@@ -9,7 +9,15 @@ import gguf
 import numpy as np
 
 from refengine.kernels import elementwise, norm, select
-from refengine.kernels.attention import CACHE_DTYPES, PAGE, attention, attention_f64, store_kv
+from refengine.kernels.attention import (
+    CACHE_DTYPES,
+    PAGE,
+    SPAN,
+    attention,
+    attention_f64,
+    attention_merge,
+    store_kv,
+)
 from refengine.kernels.mul_mat import TILE, get_rows, mul_mat
 from refengine.kernels.quants import FORMATS
 from refengine.kernels.quants.layout import Packed
@@ -35,6 +43,16 @@ def nmse(seen: Any, wanted: Any) -> float:
     """Sum of squared differences over sum of squares, in float64; NaN when anything is NaN."""
     wide = np.asarray(wanted, np.float64)
     return float(np.sum((np.asarray(seen, np.float64) - wide) ** 2) / max(np.sum(wide**2), 1e-300))
+
+
+def distance(seen: Any, wanted: Any) -> float:
+    """NMSE over what was to be written; infinite when integers differ or something else was written too."""
+    wanted = np.asarray(wanted)
+    if np.issubdtype(wanted.dtype, np.integer):
+        return 0.0 if np.array_equal(seen, wanted) else np.inf
+    untouched = np.isnan(wanted)
+    error = nmse(seen[~untouched], wanted[~untouched])
+    return error if np.isfinite(error) and np.isnan(seen[untouched]).all() else np.inf
 
 
 def poisoned(shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
@@ -169,11 +187,39 @@ def _attention_cases(rng: np.random.Generator, cache_type: Any, dtype: Any, head
     position = np.array([0, 31, 32, 150, n_positions - 1], np.int32)
     q = rng.standard_normal((5, n_head, head_dim)).astype(np.float32)
     scale = 1 / np.sqrt(head_dim)
+    n_spans = -(-n_positions // SPAN)
+    partial, wanted = (
+        poisoned((5, n_head, n_spans, head_dim + 2)),
+        poisoned((5, n_head, n_spans, head_dim + 2)),
+    )
+    for t, p in enumerate(position):
+        for s in range(p // SPAN + 1):
+            wanted[t, :, s] = span_f64(
+                q[t], keys[s * SPAN : p + 1][:SPAN], values[s * SPAN : p + 1][:SPAN], scale
+            )
     yield Case(
-        attention(cache_type, head_dim), (n_head, 5),
+        attention(cache_type, head_dim), (n_head, 5, n_spans),
         {
             "q": q, "k_cache": stored_k, "v_cache": stored_v, "pages": pages[None, :].copy(),
-            "sequence": np.zeros(5, np.int32), "position": position, "out": poisoned(q.shape), "scale": scale,
+            "sequence": np.zeros(5, np.int32), "position": position, "partial": partial, "scale": scale,
         },
-        {"out": attention_f64(q, keys, values, position, scale)},
+        {"partial": wanted},
     )  # fmt: skip
+    if cache_type == "f32":
+        yield Case(
+            attention_merge(head_dim), (n_head, 5),
+            {"partial": wanted, "position": position, "out": poisoned(q.shape), "scale": scale},
+            {"out": attention_f64(q, keys, values, position, scale)},
+        )  # fmt: skip
+
+
+def span_f64(q: Any, keys: Any, values: Any, scale: float) -> Any:
+    """One span's weighted sum, largest score and sum of weights: float64 [n_head, head_dim + 2]."""
+    group = q.shape[0] // keys.shape[1]
+    out = np.empty((q.shape[0], q.shape[1] + 2))
+    for h in range(q.shape[0]):
+        score = keys[:, h // group].astype(np.float64) @ q[h].astype(np.float64)
+        weight = np.exp((score - score.max()) * scale)
+        out[h, :-2] = weight @ values[:, h // group].astype(np.float64)
+        out[h, -2:] = score.max(), weight.sum()
+    return out

@@ -8,7 +8,16 @@ from engines import Array, Bench, nmse, poisoned, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refengine.kernels.attention import CACHE_DTYPES, PAGE, CacheType, attention, attention_f64, store_kv
+from refengine.kernels.attention import (
+    CACHE_DTYPES,
+    PAGE,
+    SPAN,
+    CacheType,
+    attention,
+    attention_f64,
+    attention_merge,
+    store_kv,
+)
 
 TYPES: tuple[CacheType, ...] = ("f32", "f16")
 HEAD_DIMS = (16, 64, 80, 128, 256)
@@ -72,20 +81,29 @@ class Sequences:
         self.k_cache, self.v_cache = stored["k_cache"], stored["v_cache"]
 
     def attend(self, q: Array, sequence: Array, position: Array, threads: int | None = None) -> Array:
-        n_tokens, n_head, _ = q.shape
+        n_tokens, n_head, head_dim = q.shape
+        n_spans = -(-max(self.lengths) // SPAN)
         found = Bench(threads=threads).run(
             attention(self.cache_type, self.head_dim),
-            (n_head, n_tokens),
+            (n_head, n_tokens, n_spans),
             q=q,
             k_cache=self.k_cache,
             v_cache=self.v_cache,
             pages=self.pages,
             sequence=sequence,
             position=position,
+            partial=poisoned((n_tokens, n_head, n_spans, head_dim + 2)),
+            scale=self.scale,
+        )
+        merged = Bench(threads=threads).run(
+            attention_merge(self.head_dim),
+            (n_head, n_tokens),
+            partial=found["partial"],
+            position=position,
             out=poisoned(q.shape),
             scale=self.scale,
         )
-        return found["out"]
+        return merged["out"]
 
     def twin(self, q: Array, sequence: Array, position: Array) -> Array:
         out = np.empty(q.shape)
