@@ -40,6 +40,13 @@ device_options = together(
     option(
         "--no-cuda-graphs", "cuda_graphs", flag_value=False, default=True, help="Launch kernels one by one."
     ),
+    option(
+        "--no-worst-case-reserve",
+        "worst_case_reserve",
+        flag_value=False,
+        default=True,
+        help="Let compute memory grow; a long prompt may then run out.",
+    ),
 )
 
 speculative_options = together(

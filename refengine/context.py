@@ -87,6 +87,8 @@ class ContextSettings:
     n_sequences: int
     cache_type: CacheType
     capture: bool
+    #: reserve compute memory for the largest batch at load; otherwise it grows with what is computed
+    worst_case_reserve: bool = True
 
     def __post_init__(self) -> None:
         assert min(self.n_ctx, self.n_batch, self.n_ubatch, self.n_sequences) >= 1, self
@@ -97,6 +99,11 @@ class ContextSettings:
         cells = -(-self.n_ctx // PAGE) * PAGE
         n_tokens = min(self.n_ubatch, self.n_batch, cells, self.n_ctx * self.n_sequences)
         return [BatchShape(n_tokens, min(n_tokens, MAX_OUTPUTS), self.n_spans(self.n_ctx))]
+
+    @property
+    def reserved_shapes(self) -> list[BatchShape]:
+        """Batch shapes whose compute memory is reserved at load."""
+        return self.worst_shapes if self.worst_case_reserve else [BatchShape(1, 1, 1)]
 
     def n_spans(self, n_positions: int) -> int:
         """Spans that a graph covers for rows that see up to ``n_positions``: a power of two, or all that there are.
@@ -163,7 +170,7 @@ class Context:
                 allocator, self.stream, self.owner, graph_builder(config, settings), operations,
                 capture=settings.capture,
             )  # fmt: skip
-            self.executor.reserve(self.executor.worst_case(settings.worst_shapes))
+            self.executor.reserve(self.executor.nbytes(settings.reserved_shapes))
             undo.callback(self.executor.release)
             self._undo = undo.pop_all()
         #: logits of the last decode's wanted rows, float32 [n_outputs, n_vocab]
@@ -284,7 +291,12 @@ class Context:
 
     def _failed(self, status: DecodeStatus, event: str, error: Exception) -> DecodeStatus:
         self.error = error
-        log.error(event, error=str(error), owner=str(self.owner))
+        facts: dict[str, object] = {}
+        if isinstance(error, ReservationError):
+            facts["requested"] = error.requested
+            facts["free"] = error.free
+            facts["holders"] = [f"{row.name} of {row.owner}: {row.nbytes}" for row in error.holders]
+        log.error(event, owner=str(self.owner), **facts, error=str(error))
         return status
 
     def release(self) -> None:

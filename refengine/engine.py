@@ -25,6 +25,7 @@ from refengine.context import MAX_OUTPUTS, Batch, Context, DecodeStatus
 from refengine.errors import ComputeError, ContextSizeError, RequestError
 from refengine.generation import FinishReason, Generation, Timings
 from refengine.gguf_file import GGUFFile
+from refengine.inspection import check_limit
 from refengine.models import resolve_model
 from refengine.options import EngineOptions
 from refengine.sampling import Sampler, SamplingParams
@@ -94,6 +95,7 @@ class Engine:
         self._turn = threading.Lock()
         self._turn_thread: int | None = None
         self._closed = False
+        check_limit(gguf, options)
         with ExitStack() as undo:
             self.device = open_device(options.device, threads=options.threads)
             self.allocator = Allocator(

@@ -96,7 +96,7 @@ class Executor:
         self.capture = capture
         self._executables: OrderedDict[BatchShape, Executable] = OrderedDict()
 
-    def worst_case(self, shapes: list[BatchShape]) -> int:
+    def nbytes(self, shapes: list[BatchShape]) -> int:
         """Bytes of a compute arena in which each of these shapes, and each smaller one, fits."""
         return max(self.allocator.arena_size(plan(self.build(s), self.owner).requests) for s in shapes)
 
@@ -115,6 +115,9 @@ class Executor:
             self._executables.popitem(last=False)[1].release()
         graph = self.build(shape)
         layout = plan(graph, self.owner)
+        failure = self._make_room(layout)
+        if failure is not None:
+            return failure
         name = f"compute {shape.n_tokens}x{shape.n_outputs}x{shape.n_spans}"
         reservation = self.arena.reserve_overlay(layout.requests, owner=self.owner, name=name)
         if reservation.error is not None:
@@ -122,6 +125,21 @@ class Executor:
         executable = Executable(graph, reservation.value, layout)
         self._executables[shape] = executable
         return executable
+
+    def _make_room(self, layout: Plan) -> ReservationError | None:
+        """Replace the arena by a larger one when a layout needs it, which a worst-case reservation rules out.
+
+        The failure when there is no memory for it; then nothing has changed.
+        """
+        needed = self.allocator.arena_size(layout.requests)
+        if needed <= self.arena.nbytes:
+            return None
+        larger = self.allocator.reserve_arena(needed, owner=self.owner, name="compute")
+        if larger.error is not None:
+            return larger.error
+        self.release()
+        self.arena = larger.value
+        return None
 
     def run(self, executable: Executable, inputs: Arrays, outputs: Arrays) -> None:
         """Copy ``inputs`` in, run the graph, copy ``outputs`` out; returns when they are there."""

@@ -11,6 +11,7 @@ from gguf.quants import dequantize
 
 from instrumentation.allocator import Allocator
 from instrumentation.devices.host_memory import HostMemory
+from instrumentation.errors import OutOfMemoryError
 from instrumentation.findings import FindingLog
 from instrumentation.levels import Level
 from instrumentation.ownership import Owner
@@ -183,7 +184,7 @@ def memory_plan(gguf: GGUFFile, options: EngineOptions) -> MemoryPlan:
     settings = options.context_settings(config)
     model, target = Owner("model"), Owner("target")
     build = graph_builder(config, settings)
-    layouts = [plan(build(shape), target).requests for shape in settings.worst_shapes]
+    layouts = [plan(build(shape), target).requests for shape in settings.reserved_shapes]
     return MemoryPlan(
         settings,
         (
@@ -193,6 +194,21 @@ def memory_plan(gguf: GGUFFile, options: EngineOptions) -> MemoryPlan:
             _arena(target, "compute", layouts),
         ),
     )
+
+
+def check_limit(gguf: GGUFFile, options: EngineOptions) -> None:
+    """Raise ``OutOfMemoryError`` when a memory limit is too small to load the model, before anything is reserved."""
+    limit = options.device_memory_limit
+    if limit is None:
+        return
+    level = Level.parse(options.check)
+    needed = memory_plan(gguf, options)
+    if needed.total(level) > limit:
+        largest = max(needed.arenas, key=lambda arena: arena.at(level))
+        raise OutOfMemoryError(
+            f"device memory limit {limit} bytes: loading needs {needed.total(level)}, of which {largest.name} of "
+            f"{largest.owner} {largest.at(level)}; the smallest limit that works is {needed.total(level)}"
+        )
 
 
 def _arena(owner: Owner, name: str, layouts: Iterable[Iterable[BufferRequest]]) -> ArenaPlan:

@@ -76,7 +76,6 @@ class EngineOptions:
             "n_slots": self.n_slots != 1,
             "spec_type": self.spec_type != "none",
             "fast": self.fast,
-            "worst_case_reserve": not self.worst_case_reserve,
             "kv_unified": not self.kv_unified,
         }
         for name, asked in not_built.items():
@@ -106,4 +105,5 @@ class EngineOptions:
             n_sequences=self.n_slots,
             cache_type=cache_type,
             capture=self.cuda_graphs,
+            worst_case_reserve=self.worst_case_reserve,
         )

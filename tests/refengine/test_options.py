@@ -41,7 +41,6 @@ def test_sizes_are_whole_numbers_in_range(name, value):
         ({"spec_type": "draft-mtp"}, "spec_type='draft-mtp' is not built yet"),
         ({"n_slots": 2}, "n_slots=2 is not built yet"),
         ({"fast": True}, "fast=True is not built yet"),
-        ({"worst_case_reserve": False}, "worst_case_reserve=False is not built yet"),
         ({"kv_unified": False}, "kv_unified=False is not built yet"),
         ({"n_ubatch": 65536}, "n_ubatch is 65536; give a whole number from 1 to 65535"),
     ],

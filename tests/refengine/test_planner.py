@@ -92,7 +92,9 @@ def test_the_worst_shapes_cover_every_batch(
     )
     n_outputs = data.draw(st.integers(0, min(n_tokens, MAX_OUTPUTS)))
     n_spans = chosen.n_spans(data.draw(st.integers(1, chosen.n_ctx)))
-    assert nbytes(BatchShape(n_tokens, n_outputs, n_spans)) <= max(nbytes(shape) for shape in chosen.worst_shapes)
+    assert nbytes(BatchShape(n_tokens, n_outputs, n_spans)) <= max(
+        nbytes(shape) for shape in chosen.worst_shapes
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
