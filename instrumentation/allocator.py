@@ -10,7 +10,7 @@ from instrumentation.arena import Arena
 from instrumentation.buffer import Buffer
 from instrumentation.errors import BadInputError, OutOfMemoryError
 from instrumentation.findings import Finding, Stack, capture_stack
-from instrumentation.heap import Faults, Heap
+from instrumentation.heap import Heap
 from instrumentation.integrity import canary_regions, find_at, repair
 from instrumentation.ledger import rows_by_size
 from instrumentation.levels import Level
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from instrumentation.devices.base import DeviceMemory
+    from instrumentation.faults import Faults
     from instrumentation.findings import FindingLog
     from instrumentation.ledger import Row, Snapshot
     from instrumentation.ownership import Owner
 
-__all__ = ["Allocator", "Arena", "Buffer", "BufferRequest", "Faults", "Reservation", "ReservationError"]
+__all__ = ["Allocator", "Arena", "Buffer", "BufferRequest", "Reservation", "ReservationError"]
 
 
 class Allocator:
@@ -210,8 +211,9 @@ class Allocator:
         size = align_up(nbytes)
         # A device that aligns to less than a payload needs gets a little more, so that a start can be found.
         need = size if memory.alignment % ALIGNMENT == 0 else size + ALIGNMENT
-        if heap.injected_failure(owner, name, need, f"device {memory.name}"):
-            return self._failure(owner, name, need, "failed on purpose by fault injection")
+        injected = heap.injected_failure(owner, name, need, f"device {memory.name}")
+        if injected is not None:
+            return self._failure(owner, name, need, injected)
         with heap.section() as found:
             if heap.closed_at is not None:
                 heap.reject(

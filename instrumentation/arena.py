@@ -254,8 +254,9 @@ class Arena:
         heap = self.heap
         sizes = [heap.zones.block_nbytes(request.nbytes) for request in requests]
         first = requests[0]
-        if heap.injected_failure(first.owner, first.name, sum(sizes), f"arena {self.name}"):
-            return self._failure(first, sum(sizes), "failed on purpose by fault injection")
+        injected = heap.injected_failure(first.owner, first.name, sum(sizes), f"arena {self.name}")
+        if injected is not None:
+            return self._failure(first, sum(sizes), injected)
         with heap.section() as found:
             self.require_usable(found, stack, f"a reservation for {first.name}")
             if self.overlays:
@@ -331,8 +332,9 @@ class Arena:
         sizes = [heap.zones.block_nbytes(request.nbytes) for request in requests]
         total = sum(sizes)
         whole = BufferRequest(total, owner, name)
-        if heap.injected_failure(owner, name, total, f"arena {self.name}"):
-            return self._failure(whole, total, "failed on purpose by fault injection")
+        injected = heap.injected_failure(owner, name, total, f"arena {self.name}")
+        if injected is not None:
+            return self._failure(whole, total, injected)
         with heap.section() as found:
             self.require_usable(found, stack, f"a reservation for {name}")
             if self.buffers:

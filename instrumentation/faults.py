@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, Protocol, TypeAlias, get_args
 
 from instrumentation.errors import BadInputError, DeviceError
 
@@ -30,11 +30,22 @@ class Site:
 
 
 class InjectedFaultError(DeviceError):
-    """A device call failed because a fault plan said so."""
+    """A device call failed because a fault plan said so. The message names the site."""
 
-    def __init__(self, site: Site) -> None:
-        super().__init__(f"{site} failed on purpose")
-        self.site = site
+
+class Faults(Protocol):
+    """Decides which calls fail on purpose; asked once for each, before anything is touched."""
+
+    def refusal(self, kind: FaultKind, detail: str) -> str | None:
+        """Why this call fails; None when it shall not."""
+        ...
+
+
+def pass_site(faults: Faults | None, kind: FaultKind, detail: str) -> None:
+    """Let a device call pass its fault site. Raises ``InjectedFaultError``."""
+    reason = None if faults is None else faults.refusal(kind, detail)
+    if reason is not None:
+        raise InjectedFaultError(reason)
 
 
 @dataclass(frozen=True)
@@ -99,8 +110,8 @@ class FaultInjector:
         """Sites passed so far."""
         return self.counts.total()
 
-    def pass_site(self, kind: FaultKind, detail: str) -> Site | None:
-        """Count a site; the site when it must fail, else None."""
+    def refusal(self, kind: FaultKind, detail: str) -> str | None:
+        """Count a site; the reason when it must fail, else None."""
         if not self.enabled or kind not in self.plan.kinds:
             return None
         self.counts[kind] += 1
@@ -108,10 +119,4 @@ class FaultInjector:
             return None
         site = Site(self.sites, kind, detail)
         self.fired.append(site)
-        return site
-
-    def check(self, kind: FaultKind, detail: str) -> None:
-        """Count a device call. Raises ``InjectedFaultError`` when it must fail."""
-        site = self.pass_site(kind, detail)
-        if site is not None:
-            raise InjectedFaultError(site)
+        return f"{site} failed on purpose"

@@ -6,7 +6,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from instrumentation.findings import Finding, FindingLog, Stack, capture_stack
 from instrumentation.integrity import (
@@ -28,18 +28,11 @@ if TYPE_CHECKING:
     from instrumentation.arena import Arena
     from instrumentation.buffer import Buffer
     from instrumentation.devices.base import DeviceMemory
+    from instrumentation.faults import Faults
     from instrumentation.ownership import Owner
     from instrumentation.redzones import Block
 
 T = TypeVar("T")
-
-
-class Faults(Protocol):
-    """Decides which reservations fail on purpose."""
-
-    def should_fail(self, kind: str, detail: str) -> bool:
-        """Asked once for each reservation, with kind ``reserve``, before anything is touched."""
-        ...
 
 
 class Section:
@@ -201,11 +194,11 @@ class Heap:
             if reservation is not None:
                 reservation.drop("the allocator was closed before its result was looked at")
 
-    def injected_failure(self, owner: Owner, name: str, nbytes: int, where: str) -> bool:
-        """Whether this reservation shall fail on purpose."""
-        return self.faults is not None and self.faults.should_fail(
-            "reserve", f"{owner}/{name}: {nbytes} bytes in {where}"
-        )
+    def injected_failure(self, owner: Owner, name: str, nbytes: int, where: str) -> str | None:
+        """Why this reservation shall fail on purpose; None when it shall not."""
+        if self.faults is None:
+            return None
+        return self.faults.refusal("reserve", f"{owner}/{name}: {nbytes} bytes in {where}")
 
     # Memory
 

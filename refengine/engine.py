@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from instrumentation.allocator import Allocator, Faults
+from instrumentation.allocator import Allocator
 from instrumentation.devices import open_device
 from instrumentation.errors import FindingError
 from instrumentation.findings import Finding, FindingLog
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
     from types import TracebackType
+
+    from instrumentation.faults import Faults
 
 Prompt = str | bytes | Sequence[int]
 MODEL_OWNER = Owner("model")
@@ -107,6 +109,7 @@ class Engine:
             )
             undo.callback(self.allocator.close)
             self.device.watch(self.allocator)
+            self.device.faults = faults
             self.weights = Weights(self.allocator, WeightPlan(gguf, self.config, MODEL_OWNER), MODEL_OWNER)
             undo.callback(self.weights.release)
             loader = self.device.create_stream(owner=MODEL_OWNER, name="load")

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 from instrumentation.devices.launch import MAX_GRID_YZ
 from instrumentation.errors import BadInputError
 from instrumentation.levels import Level
+from instrumentation.reservation import check_nbytes
 from refengine.config import MAX_CONTEXT
 from refengine.context import ContextSettings
 from refengine.kernels.attention import CACHE_DTYPES
 
 if TYPE_CHECKING:
+    from instrumentation.devices.host import HostDevice
     from refengine.config import ModelConfig
     from refengine.kernels.attention import CacheType
 
@@ -35,7 +37,8 @@ class EngineOptions:
     one pass over the weights.
     """
 
-    device: str = "auto"
+    #: a name, or an open device
+    device: str | HostDevice = "auto"
     check: str = "off"
     n_ctx: int = 0
     n_batch: int = 2048
@@ -63,6 +66,8 @@ class EngineOptions:
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise BadInputError(f"{name} is {value!r}; give a whole number from {low} to {high}")
         self._check_kinds()
+        if self.device_memory_limit is not None:
+            check_nbytes(self.device_memory_limit, "device_memory_limit")
         if self.cache_type_k != self.cache_type_v:
             raise BadInputError(
                 f"cache types {self.cache_type_k} and {self.cache_type_v}: different types for keys and values are "

@@ -10,8 +10,13 @@ if TYPE_CHECKING:
     from instrumentation.devices.host import HostDevice
 
 
-def open_device(name: str = "auto", *, threads: int | None = None) -> HostDevice:
-    """Device of a name: ``host``, or ``auto`` for the best there is. Raises ``BadInputError``."""
+def open_device(name: str | HostDevice = "auto", *, threads: int | None = None) -> HostDevice:
+    """Device of a name: ``host``, or ``auto`` for the best there is; an open device is returned as it is.
+
+    Raises ``BadInputError``.
+    """
+    if not isinstance(name, str):
+        return name
     if name in ("auto", "host"):
         from instrumentation.devices.host import HostDevice  # noqa: PLC0415
 

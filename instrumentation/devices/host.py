@@ -16,12 +16,14 @@ from instrumentation.devices.host_memory import Bytes, HostMemory
 from instrumentation.devices.host_stream import HostEvent, HostStream
 from instrumentation.devices.monitor import AccessMonitor
 from instrumentation.errors import BadInputError
+from instrumentation.faults import pass_site
 from instrumentation.findings import Finding, capture_stack
 from instrumentation.levels import Level
 from instrumentation.reports.text import refused
 
 if TYPE_CHECKING:
     from instrumentation.allocator import Allocator
+    from instrumentation.faults import Faults
     from instrumentation.findings import FindingLog
     from instrumentation.ownership import Owner
 
@@ -49,6 +51,8 @@ class HostDevice(HostMemory):
         self.allocator: Allocator | None = None
         self.monitor: AccessMonitor | None = None
         self.findings: FindingLog | None = None
+        #: which calls fail on purpose
+        self.faults: Faults | None = None
         self._retired: list[Bytes] = []
 
     def watch(self, allocator: Allocator) -> None:
@@ -66,6 +70,7 @@ class HostDevice(HostMemory):
 
     def create_event(self, *, owner: Owner, name: str) -> HostEvent:
         """A new event."""
+        pass_site(self.faults, "event", f"create_event {name}")
         return HostEvent(self, owner, name)
 
     def synchronize(self) -> None:

@@ -15,6 +15,7 @@ from instrumentation.devices.host_memory import bytes_at
 from instrumentation.devices.launch import bind
 from instrumentation.devices.monitor import Access, launch_accesses
 from instrumentation.errors import BadInputError, DeviceError
+from instrumentation.faults import FaultKind, pass_site
 
 if TYPE_CHECKING:
     from instrumentation.devices.base import Event, Graph
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from instrumentation.view import View
 
 #: queued work; returns what a callback of the findings raised meanwhile
+#: fault sites of what is no copy
+_SITE_KINDS: dict[str, FaultKind] = {"record": "event", "wait": "event", "replay": "graph"}
 Operation: TypeAlias = Callable[[], Exception | None]
 
 
@@ -80,6 +83,7 @@ class HostStream:
         launch = bind(kernel, grid, arguments)
         if self.device.monitor is not None:
             self.device.monitor.check(launch_accesses(launch), self.owner, self.name)
+        pass_site(self.device.faults, "launch", f"{kernel.name} on {self.name}")
         prepared = PreparedLaunch(launch)
         if self._capture is not None:
             self._capture.append(prepared)
@@ -145,12 +149,14 @@ class HostStream:
             raise DeviceError(
                 f"stream {self.name}: begin_capture while a capture is going on; end that one first"
             )
+        pass_site(self.device.faults, "graph", f"begin_capture on {self.name}")
         self._capture = []
 
     def end_capture(self, name: str) -> HostGraph:
         """Return the captured launches as one graph."""
         if self._capture is None:
             raise DeviceError(f"stream {self.name}: end_capture without begin_capture")
+        pass_site(self.device.faults, "graph", f"end_capture of {name} on {self.name}")
         launches, self._capture = self._capture, None
         return HostGraph(name, Batch(launches, self.device.allocator))
 
@@ -237,6 +243,8 @@ class HostStream:
         else:
             for access in accesses:
                 access.view.check_live(stream=self.name, actor=self.owner.name)
+        named = f"{what} of {accesses[-1].view.name}" if accesses else what
+        pass_site(self.device.faults, _SITE_KINDS.get(what, "copy"), f"{named} on {self.name}")
         self._enqueue(operation)
 
     def _require_usable(self) -> None:

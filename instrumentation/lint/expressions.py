@@ -24,7 +24,7 @@ from instrumentation.lint.state import (
 )  # fmt: skip
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 
@@ -134,38 +134,49 @@ class Expressions(Calls):
         return values
 
     def _lambda(self, node: ast.Lambda, state: State) -> Values:
-        inner = state.copy()
-        for argument in ast.walk(node.args):
-            if isinstance(argument, ast.arg):
-                inner.names[argument.arg] = OTHERS
-            elif isinstance(argument, ast.expr):
-                self.hand_over(self.value(argument, state), argument, "passed on", state)
-        self.capture(node.body, state)
-        self.capture(node.body, inner)
-        outer, self.unwinding = self.unwinding, None
-        values = self.value(node.body, inner)
-        self.unwinding = outer
-        made = [value for value in values if isinstance(value, Res)]
+        for default in [*node.args.defaults, *filter(None, node.args.kw_defaults)]:
+            self.hand_over(self.value(default, state), default, "passed on", state)
+        found: list[Values] = []
+
+        def run(around: State) -> None:
+            inner = around.copy()
+            for argument in ast.walk(node.args):
+                if isinstance(argument, ast.arg):
+                    inner.names[argument.arg] = OTHERS
+            outer, self.unwinding = self.unwinding, None
+            found.append(self.value(node.body, inner))
+            self.unwinding = outer
+
+        self.close_over(node, run, state)
+        made = tokens_of(found[0])
         if made:
-            info = self.file.tokens[made[0].token]
+            info = self.file.tokens[made[0]]
             return frozenset({Maker(info.what.removeprefix("the result of ").removesuffix("()"), info.kind)})
         return OTHERS
 
-    def capture(self, body: ast.AST, state: State) -> None:
+    def close_over(self, node: ast.AST, run: Callable[[State], None], state: State) -> None:
+        """Analyse a nested function with what its names hold here; again when they hold something else."""
+        free = free_names(node)
+        self.closures[node] = (free, run)
+        self.capture(free, state)
+        run(state)
+
+    def capture(self, names: Iterable[str], state: State) -> None:
         """Hand over what a nested function reads."""
-        own: set[str] = set()
-        for node in ast.walk(body):
-            if isinstance(node, ast.arg):
-                own.add(node.arg)
-            elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-                own.add(node.id)
-        for node in ast.walk(body):
-            if isinstance(node, ast.Name) and node.id not in own:
-                values = state.names.get(node.id, OTHERS)
-                self.look(values, state)
-                for token in tokens_of(values):
-                    self.file.tokens[token].taken = True
-                    state.see(token)
+        for name in sorted(names):
+            values = state.names.get(name, OTHERS)
+            self.look(values, state)
+            for token in tokens_of(values):
+                self.file.tokens[token].taken = True
+                state.see(token)
+
+    def set_name(self, key: str, values: Values, state: State, *, local: bool = True) -> None:
+        """Bind a name; a nested function that reads it may run from now on."""
+        super().set_name(key, values, state, local=local)
+        for free, run in list(self.closures.values()) if tokens_of(values) else ():
+            if key in free:
+                self.capture([key], state)
+                run(state)
 
     def _display(self, node: ast.List | ast.Tuple | ast.Set | ast.Dict, state: State) -> Values:
         elements: list[ast.expr] = []
@@ -345,3 +356,15 @@ class Expressions(Calls):
         ast.YieldFrom: _yield,
         **dict.fromkeys(_COMPREHENSIONS, _comprehension),
     }
+
+
+def free_names(node: ast.AST) -> frozenset[str]:
+    """Names that a function reads and does not bind."""
+    own: set[str] = set()
+    read: set[str] = set()
+    for child in ast.walk(node):
+        if isinstance(child, ast.arg):
+            own.add(child.arg)
+        elif isinstance(child, ast.Name):
+            (read if isinstance(child.ctx, ast.Load) else own).add(child.id)
+    return frozenset(read - own)

@@ -28,7 +28,7 @@ from instrumentation.lint.state import (
 )  # fmt: skip
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from instrumentation.lint.facts import Class, Facts, Module
     from instrumentation.lint.resolve import Resolver
@@ -91,6 +91,8 @@ class Names:
         self.outer = outer
         #: join of the states in which something may raise, since the current statement began
         self.unwinding: State | None = None
+        #: nested functions, with the names that they read and what analyses them
+        self.closures: dict[ast.AST, tuple[frozenset[str], Callable[[State], None]]] = {}
 
     def report(self, node: Located, message: str) -> None:
         """Report a place, unless it was reported."""

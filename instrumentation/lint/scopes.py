@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from instrumentation.lint.annotations import Kind, classify
+from instrumentation.lint.expressions import free_names
 from instrumentation.lint.flow import Flow
 from instrumentation.lint.resolve import Resolver
 from instrumentation.lint.simple import NOTHING_HOLDS
@@ -94,7 +95,7 @@ class Scope(Flow):
 
     def _run_later(self, state: State) -> State:
         for scope in self.later or ():
-            self.capture(scope.node, state)
+            self.capture(free_names(scope.node), state)
         for scope in self.later or ():
             self._run_function(scope.node, scope.owner, state)
         return state
@@ -138,8 +139,8 @@ class Scope(Flow):
             return
         made = self.facts.by_node[node].kind
         self.set_name(node.name, frozenset({Maker(node.name, made)}) if made.holds else OTHERS, state)
-        self.capture(node, state)
-        self._run_function(node, self.owner if isinstance(self.scope, ast.ClassDef) else None, state)
+        owner = self.owner if isinstance(self.scope, ast.ClassDef) else None
+        self.close_over(node, lambda around: self._run_function(node, owner, around), state)
 
     def define_class(self, node: ast.ClassDef, state: State) -> None:
         """Analyse a class."""
@@ -147,6 +148,7 @@ class Scope(Flow):
             self.value(part, state)
         owner = self.facts.class_by_node.get(node)
         inner = Scope(self.file, node, owner, later=self.later)
+        inner.closures = self.closures
         inside = inner.run(state.copy())
         for key, values in inside.names.items():
             for token in tokens_of(values):

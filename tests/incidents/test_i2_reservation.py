@@ -6,6 +6,7 @@ error, and the next request has the bits of an engine that never failed.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,14 @@ from refengine.context import Batch, DecodeStatus
 from refengine.errors import ComputeError
 
 MODEL = Path(__file__).resolve().parents[1] / "data" / "llama.gguf"
-SIZES = {"n_ctx": 1024, "n_batch": 512, "n_ubatch": 64, "cache_type_k": "f32", "cache_type_v": "f32", "threads": 1}
+SIZES = {
+    "n_ctx": 1024,
+    "n_batch": 512,
+    "n_ubatch": 64,
+    "cache_type_k": "f32",
+    "cache_type_v": "f32",
+    "threads": 1,
+}
 SHORT = list(range(5, 25))
 LONG = [int(t) for t in np.random.default_rng(2).integers(0, 250, 500)]
 
@@ -100,22 +108,48 @@ def test_the_failed_reservation_changes_nothing(starved):
 
 
 def test_a_worst_case_reservation_cannot_run_out_later(starved):
-    """The same limit: either it does not load, or every prompt that fits the context works."""
-    try:
-        engine = refengine.load(MODEL, **{**SIZES, **starved})
-    except OutOfMemoryError as error:
-        assert error.exit_code == 3
-        return
-    with engine:
+    """The smallest limit that it loads with is one under which every prompt that fits the context works."""
+    with pytest.raises(OutOfMemoryError) as refused:
+        refengine.load(MODEL, **{**SIZES, **starved, "device_memory_limit": 4096})
+    limit = int(re.search(r"smallest limit that works is (\d+)", str(refused.value))[1])
+    with refengine.load(MODEL, **{**SIZES, **starved, "device_memory_limit": limit}) as engine:
         engine.logits(LONG)
+        engine.logits(SHORT)
+        assert engine.allocator.snapshot().reserved_peak == limit
 
 
 def test_the_command_line_ends_with_exit_code_3(starved, tmp_path):
     prompt = tmp_path / "long.txt"
     prompt.write_text("the quick brown fox " * 60)
-    arguments = ["generate", "-m", str(MODEL), "-f", str(prompt), "-n", "4", "-c", "2048", "-b", "512", "-ub", "64"]
-    arguments += ["-ctk", "f32", "-ctv", "f32", "-t", "1", "--check", starved["check"], "--no-worst-case-reserve"]
-    with refengine.load(MODEL, **{**SIZES, "n_ctx": 2048}, check=starved["check"], worst_case_reserve=False) as engine:
+    arguments = [
+        "generate",
+        "-m",
+        str(MODEL),
+        "-f",
+        str(prompt),
+        "-n",
+        "4",
+        "-c",
+        "2048",
+        "-b",
+        "512",
+        "-ub",
+        "64",
+    ]
+    arguments += [
+        "-ctk",
+        "f32",
+        "-ctv",
+        "f32",
+        "-t",
+        "1",
+        "--check",
+        starved["check"],
+        "--no-worst-case-reserve",
+    ]
+    with refengine.load(
+        MODEL, **{**SIZES, "n_ctx": 2048}, check=starved["check"], worst_case_reserve=False
+    ) as engine:
         tokens = engine.tokenizer.encode(prompt.read_text())
         assert len(tokens) > 600
         engine.logits(tokens[:256])

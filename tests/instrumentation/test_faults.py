@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 
 from instrumentation.errors import BadInputError
-from instrumentation.faults import KINDS, FaultInjector, FaultPlan, InjectedFaultError
+from instrumentation.faults import KINDS, FaultInjector, FaultPlan, InjectedFaultError, pass_site
 
 
 def fired(plan, calls):
     injector = FaultInjector(plan)
     for i, kind in enumerate(calls):
-        injector.pass_site(kind, f"call {i}")
+        injector.refusal(kind, f"call {i}")
     return [site.number for site in injector.fired]
 
 
@@ -19,7 +19,7 @@ CALLS = ["reserve", "copy", "launch", "reserve", "event", "graph", "reserve", "l
 def test_without_a_plan_sites_are_counted_and_none_fails():
     injector = FaultInjector()
     for kind in CALLS:
-        injector.check(kind, "x")
+        assert injector.refusal(kind, "x") is None
     assert injector.sites == len(CALLS)
     assert injector.counts["reserve"] == 3
     assert injector.fired == []
@@ -32,7 +32,7 @@ def test_nth_fails_exactly_that_site(number):
 
 def test_nth_of_one_kind_counts_that_kind_alone():
     injector = FaultInjector(FaultPlan.nth(2, "reserve"))
-    failing = [i for i, kind in enumerate(CALLS) if injector.pass_site(kind, str(i))]
+    failing = [i for i, kind in enumerate(CALLS) if injector.refusal(kind, str(i))]
     assert failing == [3]
     assert injector.sites == 3
 
@@ -50,15 +50,15 @@ def test_random_failures_repeat_with_their_seed_and_differ_with_another():
 
 def test_the_error_names_the_site():
     injector = FaultInjector(FaultPlan.nth(2))
-    injector.check("copy", "tokens")
+    pass_site(injector, "copy", "tokens")
     with pytest.raises(InjectedFaultError, match=r"fault site 2 \(launch rms_norm\)"):
-        injector.check("launch", "rms_norm")
+        pass_site(injector, "launch", "rms_norm")
 
 
 def test_a_disabled_injector_neither_counts_nor_fails():
     injector = FaultInjector(FaultPlan.nth(1))
     injector.enabled = False
-    injector.check("copy", "x")
+    assert injector.refusal("copy", "x") is None
     assert injector.sites == 0
 
 

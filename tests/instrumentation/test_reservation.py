@@ -189,9 +189,9 @@ class TestFailureLeavesNoTrace:
             def __init__(self):
                 self.seen = []
 
-            def should_fail(self, kind, detail):
+            def refusal(self, kind, detail):
                 self.seen.append((kind, detail))
-                return self.armed
+                return "failed on purpose" if self.armed else None
 
         world = World(level, total=1 << 18, limit=1 << 17, faults=(faults := Faults()))
         arena = world.arena
@@ -218,7 +218,7 @@ class TestFailureLeavesNoTrace:
             case "fault":
                 faults.armed = True
                 error = arena.reserve(10, owner=DRAFT, name="y").error
-                assert "fault injection" in str(error)
+                assert "failed on purpose" in str(error)
                 assert not arena.reserve_all([BufferRequest(10, DRAFT, "y")])
                 assert not world.allocator.reserve_arena(10, owner=DRAFT, name="y")
                 assert faults.seen[-1] == ("reserve", "draft/y: 256 bytes in device fake")

@@ -16,7 +16,13 @@ MODEL = Path(__file__).resolve().parents[1] / "data" / "llama.gguf"
 @pytest.mark.parametrize("check", ["off", "guard"])
 @pytest.mark.parametrize("worst_case_reserve", [True, False])
 def test_the_smallest_limit_that_works_is_named_and_works(check, worst_case_reserve):
-    options = {"check": check, "n_ctx": 300, "n_ubatch": 32, "threads": 1, "worst_case_reserve": worst_case_reserve}
+    options = {
+        "check": check,
+        "n_ctx": 300,
+        "n_ubatch": 32,
+        "threads": 1,
+        "worst_case_reserve": worst_case_reserve,
+    }
     with pytest.raises(OutOfMemoryError) as refused:
         refengine.load(MODEL, device_memory_limit=4096, **options)
     assert refused.value.exit_code == 3

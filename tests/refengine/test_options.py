@@ -37,6 +37,8 @@ def test_sizes_are_whole_numbers_in_range(name, value):
         ({"cache_type_k": "f32"}, "cache types f32 and f16: different types"),
         ({"cache_type_k": ["f16"]}, r"cache_type_k is \['f16'\]; give text"),
         ({"device": None}, "device is None; give text"),
+        ({"device_memory_limit": 0}, "device_memory_limit asks for 0 bytes; give a whole number above 0"),
+        ({"device_memory_limit": "1G"}, "device_memory_limit asks for '1G' bytes"),
         ({"cuda_graphs": 1}, "cuda_graphs is 1; give True or False"),
         ({"spec_type": "draft-mtp"}, "spec_type='draft-mtp' is not built yet"),
         ({"n_slots": 2}, "n_slots=2 is not built yet"),
@@ -61,8 +63,6 @@ def test_an_option_that_there_is_not_is_named():
         ({"device": "gpu"}, "device 'gpu' is unknown"),
         ({"threads": 0}, "threads is 0"),
         ({"threads": "many"}, "threads is 'many'"),
-        ({"device_memory_limit": 0}, "the memory limit of host asks for 0 bytes"),
-        ({"device_memory_limit": "1G"}, "the memory limit of host asks for '1G' bytes"),
         ({"n_ctx": 1 << 20}, "n_ctx is 1048576; this model was trained for at most"),
     ],
 )

@@ -50,10 +50,11 @@ class FailNth:
         self.nth = nth
         self.seen = 0
 
-    def should_fail(self, kind: str, detail: str) -> bool:  # noqa: ARG002 - the allocator gives it
-        assert kind == "reserve"
+    def refusal(self, kind: str, detail: str) -> str | None:
+        if kind != "reserve":
+            return None
         self.seen += 1
-        return self.nth == self.seen - 1
+        return f"{detail} failed on purpose" if self.nth == self.seen - 1 else None
 
 
 class Bench:

@@ -95,7 +95,14 @@ class World:
             reservation.kept = True
 
     def run(self, code):
-        scope = {"arena": self, "flag": self.flag, "turns": self.turns, "boom": self.boom, "keep": self.keep}
+        scope = {
+            "arena": self,
+            "flag": self.flag,
+            "turns": self.turns,
+            "boom": self.boom,
+            "keep": self.keep,
+            "tick": self.choose,
+        }
         scope |= {"use": lambda _: None, "BoomError": BoomError, "OutOfMemoryError": OutOfMemoryError}
         exec(code, scope)  # noqa: S102
         try:
@@ -164,7 +171,7 @@ def compound(inner):
     return st.one_of(
         st.builds("if {}:\n{}".format, conditions(), body),
         st.builds("if {}:\n{}\nelse:\n{}".format, conditions(), body, body),
-        st.builds("while {}:\n{}".format, conditions(), in_loop),
+        st.builds("while {}:\n    tick()\n{}".format, conditions(), in_loop),
         st.builds("for _ in turns():\n{}".format, in_loop),
         st.builds("for _ in turns():\n{}\nelse:\n{}".format, in_loop, body),
         st.builds("try:\n{}\nexcept {}:\n{}".format, body, error, body),

@@ -1,0 +1,90 @@
+"""Short causal convolution of each channel over time, with SiLU: y[t] = silu(sum_k weight[k] x[t - (n_taps - 1) + k]).
+
+A batch is rows of several sequences; a *segment* is the rows of one, consecutive and in order. ``segments`` is int32
+[n_segments, 4]: first row, number of rows, slot of the sequence's state, and the plane its state is read from (-1:
+none yet, zeros). A segment of no rows does nothing. ``gated_delta`` takes the same table, which
+``refengine.memory.recurrent_state`` makes.
+
+What a sequence remembers is its last n_taps - 1 columns before the convolution: float32 [n_slots, n_planes, n_taps - 1,
+n_channels]. Channels are contiguous, since each lane takes one. Plane s holds the state s tokens before the end of the
+sequence's last batch; min(n_rows, n_planes) planes are written, the others are left.
+"""
+
+# No "from __future__ import annotations": the types of a kernel's parameters are read at run time.
+import functools
+
+import numpy as np
+import numpy.typing as npt
+from numba import cuda, float32
+
+from instrumentation.kernel import Kernel, kernel
+from instrumentation.kernel.types import f32_2d, f32_4d, i32_2d
+from refengine.kernels.gates import sigmoid_f64
+from refengine.kernels.numerics import sigmoid_f32
+
+
+@functools.cache
+def short_conv(n_taps: int) -> Kernel:
+    """Kernel for one number of taps (at least 2). Grid: (ceil(n_channels / 32), n_segments)."""
+    assert n_taps >= 2, n_taps
+    n_old = n_taps - 1
+    taps = tuple(range(n_taps))
+    old_taps = tuple(range(n_old))
+
+    @kernel(block=32, strict=True)
+    def short_conv(x: f32_2d, weight: f32_2d, segments: i32_2d, history: f32_4d, y: f32_2d) -> None:
+        """x, y [n_rows, n_channels]; weight [n_channels, n_taps] (the last tap is the row's own)."""
+        channel = cuda.blockIdx.x * 32 + cuda.threadIdx.x
+        segment = cuda.blockIdx.y
+        first = segments[segment, 0]
+        n_rows = segments[segment, 1]
+        slot = segments[segment, 2]
+        source = segments[segment, 3]
+        live = channel < x.shape[1]
+        # Planes are written over the one that is read: keep it.
+        old = cuda.local.array(n_old, float32)
+        w = cuda.local.array(n_taps, float32)
+        window = cuda.local.array(n_taps, float32)
+        if n_rows > 0:
+            for k in taps:
+                w[k] = weight[channel, k] if live else float32(0.0)
+            for k in old_taps:
+                old[k] = float32(0.0)
+                if source >= 0 and live:
+                    old[k] = history[slot, source, k, channel]
+                window[k + 1] = old[k]
+        for t in range(n_rows):
+            for k in old_taps:
+                window[k] = window[k + 1]
+            window[n_old] = x[first + t, channel] if live else float32(0.0)
+            total = w[0] * window[0]
+            for k in old_taps:
+                total = cuda.fma(w[k + 1], window[k + 1], total)
+            if live:
+                y[first + t, channel] = total * sigmoid_f32(total)
+        for plane in range(min(n_rows, history.shape[1])):
+            for k in old_taps:
+                # Row of x, of which the n_old before the first are the old state.
+                at = n_rows - plane + k - n_old
+                if live:
+                    if at < 0:
+                        history[slot, plane, k, channel] = old[at + n_old]
+                    else:
+                        history[slot, plane, k, channel] = x[first + at, channel]
+
+    short_conv.name = f"short_conv_{n_taps}"
+    return short_conv
+
+
+def short_conv_f64(
+    x: npt.NDArray[np.floating], weight: npt.NDArray[np.floating], old: npt.NDArray[np.floating]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Twin of ``short_conv`` for one sequence: x [n_rows, n_channels], old state [n_taps - 1, n_channels].
+
+    Returns y [n_rows, n_channels] and the state after each row [n_rows, n_taps - 1, n_channels].
+    """
+    wide = np.concatenate([old, x]).astype(np.float64)
+    n_taps = weight.shape[1]
+    windows = np.stack([wide[t : t + n_taps] for t in range(len(x))])  # (n_rows, n_taps, n_channels)
+    total = np.einsum("tkc,ck->tc", windows, weight.astype(np.float64))
+    return total * sigmoid_f64(total), windows[:, 1:]
