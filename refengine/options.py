@@ -90,6 +90,8 @@ class EngineOptions:
                 )
 
     def _check_kinds(self) -> None:
+        if not isinstance(self.device, str) and not hasattr(self.device, "create_stream"):
+            raise BadInputError(f"device is {self.device!r}; give text, or an open device")
         for field in fields(self):
             kind = {"str": str, "bool": bool}.get(str(field.type))
             value = getattr(self, field.name)

@@ -28,7 +28,7 @@ def test_the_host_works_here(checks):
     assert failed == []
     found = by_name(checks)
     assert found["kernel"].detail.startswith("add ran")
-    assert "threads" in found["threading layer"].detail
+    assert "threads" in found["device"].detail
     assert "kernels" in found["kernel cache"].detail
 
 

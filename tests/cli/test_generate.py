@@ -193,8 +193,8 @@ def test_a_leak_is_a_finding_too(generate, loaded, level):
         (["-p", "a", "-st"], 2, "no chat template"),
         (["-p", "a", "-sys", "b"], 2, "no chat template"),
         (["-p", "a", "-st", "--override-kv", "tokenizer.chat_template=str:{% x %}"], 2, "chat_template"),
-        (["-p", "a", "--device-memory-limit", "64KiB"], 3, "model cannot reserve"),
-        (["-p", "a", "--device-memory-limit", "700KiB"], 3, "target cannot reserve"),
+        (["-p", "a", "--device-memory-limit", "64KiB"], 3, "of which weights of model"),
+        (["-p", "a", "--device-memory-limit", "700KiB"], 3, "the smallest limit that works is"),
         (["-p", "the " * 200], 3, "exceeds the available context size (256 tokens), try increasing it"),
     ],
 )
