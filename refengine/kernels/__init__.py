@@ -11,20 +11,30 @@ if TYPE_CHECKING:
 
 #: head sizes that the exhaustive list of kernels covers; attention is specialised per head size
 HEAD_DIMS = (16, 64, 80, 128, 256)
+#: the same for states of the delta rule, and for taps of the short convolution
+STATE_SIZES = (16, 64, 128)
+CONV_TAPS = (4,)
 
 
 def all_kernels() -> Iterator[Kernel]:
     """Every kernel in every specialisation that models use, for tests that must leave none out."""
-    from refengine.kernels import elementwise, norm, select  # noqa: PLC0415
+    from refengine.kernels import elementwise, experts, gates, norm, select  # noqa: PLC0415
     from refengine.kernels.attention import CACHE_DTYPES, attention, attention_merge, store_kv  # noqa: PLC0415
+    from refengine.kernels.gated_delta import gated_delta  # noqa: PLC0415
     from refengine.kernels.mul_mat import TILE, get_rows, mul_mat  # noqa: PLC0415
     from refengine.kernels.quants import FORMATS  # noqa: PLC0415
     from refengine.kernels.rope import rope  # noqa: PLC0415
+    from refengine.kernels.short_conv import short_conv  # noqa: PLC0415
 
     yield from (norm.rms_norm, elementwise.swiglu, elementwise.add, elementwise.select_rows, select.top_k)
     yield from (rope("norm"), rope("neox"))
+    yield from (gates.delta_gates, gates.gated_norm, gates.query_norm, gates.output_gate)
+    yield from (experts.route, experts.combine_experts)
+    yield from (short_conv(n_taps) for n_taps in CONV_TAPS)
+    yield from (gated_delta(state_size) for state_size in STATE_SIZES)
     for quantisation in FORMATS:
         yield get_rows(quantisation)
+        yield experts.mul_mat_experts(quantisation)
         yield from (mul_mat(quantisation, tile) for tile in (1, TILE))
     for cache_type in CACHE_DTYPES:
         yield store_kv(cache_type)

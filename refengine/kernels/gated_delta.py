@@ -8,26 +8,28 @@ k and q are first divided by sqrt(sum of squares + eps). Value head h uses key h
 operations is the definition: rows are taken one by one, so a row has the same bits however its sequence was cut into
 batches, and whatever ran beside it.
 
-The state M is float32 [n_slots, n_planes, n_head, state_size**2], each matrix [key index, value index] with the value
-index contiguous: a lane owns a column, so that sums over keys need no exchange between lanes and a warp reads side by
-side. (Other GGUF engines store the transpose.) Slots, planes and ``segments`` are those of
-``refengine.kernels.short_conv``.
+The state M is float32 [n_slots, n_planes, n_head, state_size**2]. A matrix is cut into slices of 32 value columns, each
+[key index, column]: a lane owns a column, so that sums over keys need no exchange between lanes, and a block owns a
+slice, which lies in one piece (``packed_state``). Other GGUF engines store [value index, key index]. Slots, planes
+and ``segments`` are those of ``refengine.kernels.short_conv``.
 """
 
 # No "from __future__ import annotations": the types of a kernel's parameters are read at run time.
 import functools
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from numba import cuda, float32
 
-from instrumentation.kernel import Kernel, kernel
+from instrumentation.kernel import Kernel, device_function, kernel
 from instrumentation.kernel.types import f32, f32_2d, f32_3d, f32_4d, i32_2d
 from refengine.kernels.numerics import warp_sum
 
-#: state sizes are a multiple of this: a sum over keys is the sum of four running sums
-STATE_SIZE_UNIT = 4
+#: a sum over keys is the sum of four running sums, so state sizes are a multiple of four
+QUARTERS = (0, 1, 2, 3)
+STATE_SIZE_UNIT = len(QUARTERS)
 #: a block keeps [state_size, 32] floats in shared memory, of which a GPU gives 48 KiB
 MAX_STATE_SIZE = 256
 
@@ -37,27 +39,38 @@ def columns_per_block(state_size: int) -> int:
     return math.gcd(state_size, 32)
 
 
+@device_function
+def _inverse_length(x: Any, row: Any, first: Any, n: Any, lane: Any, eps: Any) -> Any:
+    """1 / sqrt(sum of squares + eps) of elements ``first`` to ``first + n - 1`` of a row."""
+    squares = float32(0.0)
+    for b in range((n + 31) // 32):
+        at = b * 32 + lane
+        if at < n:
+            squares = cuda.fma(x[row, first + at], x[row, first + at], squares)
+    return float32(1.0) / math.sqrt(warp_sum(squares) + eps)
+
+
 @functools.cache
-def gated_delta(state_size: int) -> Kernel:
+def gated_delta(state_size: int) -> Kernel:  # noqa: C901 - the kernel's own branches are counted too
     """Kernel for one state size. Grid: (state_size / columns_per_block(state_size), n_head, n_segments)."""
     assert 0 < state_size <= MAX_STATE_SIZE, state_size
     assert state_size % STATE_SIZE_UNIT == 0, state_size
     width = columns_per_block(state_size)
-    quarters = state_size // 4
     read_scale = 1.0 / math.sqrt(state_size)
 
     @kernel(block=32, strict=True)
     def gated_delta(
         qkv: f32_2d, gates: f32_3d, segments: i32_2d, states: f32_4d, y: f32_2d, eps: f32
     ) -> None:
-        """qkv [n_rows, (2 n_key_head + n_head) state_size], queries, keys, values; y [n_rows, n_head * state_size].
+        """Takes qkv [n_rows, (2 n_key_head + n_head) * state_size], queries, keys, values, as ``short_conv`` makes it.
 
-        gates [n_rows, 2, n_head]: decay, step.
+        gates [n_rows, 2, n_head]: decay, step, as ``delta_gates`` gives them; y [n_rows, n_head * state_size].
         """
         lane = cuda.threadIdx.x
         head = cuda.blockIdx.y
         segment = cuda.blockIdx.z
         column = cuda.blockIdx.x * width + lane
+        cell = cuda.blockIdx.x * (state_size * width) + lane
         first = segments[segment, 0]
         n_rows = segments[segment, 1]
         slot = segments[segment, 2]
@@ -70,68 +83,51 @@ def gated_delta(state_size: int) -> Kernel:
         # Lanes beyond the width compute on zeros and store nothing.
         live = lane < width
         m = cuda.shared.array((state_size, 32), float32)
+        sums = cuda.local.array(4, float32)
         if n_rows > 0:
-            if source >= 0:
-                for i in range(state_size):
-                    m[i, lane] = (
-                        states[slot, source, head, i * state_size + column] if live else float32(0.0)
-                    )
-            else:
-                for i in range(state_size):
-                    m[i, lane] = float32(0.0)
+            for i in range(state_size):
+                old = source >= 0 and live
+                m[i, lane] = states[slot, source, head, cell + i * width] if old else float32(0.0)
         for t in range(n_rows):
             row = first + t
             decay = gates[row, 0, head]
             step = gates[row, 1, head]
-            q_squares = float32(0.0)
-            k_squares = float32(0.0)
-            for b in range((state_size + 31) // 32):
-                at = b * 32 + lane
-                if at < state_size:
-                    q_squares = cuda.fma(qkv[row, q0 + at], qkv[row, q0 + at], q_squares)
-                    k_squares = cuda.fma(qkv[row, k0 + at], qkv[row, k0 + at], k_squares)
-            q_scale = float32(read_scale) / math.sqrt(warp_sum(q_squares) + eps)
-            k_scale = float32(1.0) / math.sqrt(warp_sum(k_squares) + eps)
-            s0 = float32(0.0)
-            s1 = float32(0.0)
-            s2 = float32(0.0)
-            s3 = float32(0.0)
-            for d in range(quarters):
-                s0 = cuda.fma(m[4 * d, lane], qkv[row, k0 + 4 * d], s0)
-                s1 = cuda.fma(m[4 * d + 1, lane], qkv[row, k0 + 4 * d + 1], s1)
-                s2 = cuda.fma(m[4 * d + 2, lane], qkv[row, k0 + 4 * d + 2], s2)
-                s3 = cuda.fma(m[4 * d + 3, lane], qkv[row, k0 + 4 * d + 3], s3)
-            v = qkv[row, v0 + column] if live else float32(0.0)
+            q_scale = _inverse_length(qkv, row, q0, state_size, lane, eps) * float32(read_scale)
+            k_scale = _inverse_length(qkv, row, k0, state_size, lane, eps)
+            for c in QUARTERS:
+                sums[c] = float32(0.0)
+            for d in range(state_size // 4):
+                for c in QUARTERS:
+                    sums[c] = cuda.fma(m[4 * d + c, lane], qkv[row, k0 + 4 * d + c], sums[c])
             # What the decayed matrix knows under this key: the decay and the key's scale are factors of the sum.
-            known = ((s0 + s1) + (s2 + s3)) * k_scale
+            known = ((sums[0] + sums[1]) + (sums[2] + sums[3])) * k_scale
+            v = qkv[row, v0 + column] if live else float32(0.0)
             gain = step * cuda.fma(-decay, known, v) * k_scale
-            s0 = float32(0.0)
-            s1 = float32(0.0)
-            s2 = float32(0.0)
-            s3 = float32(0.0)
-            for d in range(quarters):
-                m0 = cuda.fma(gain, qkv[row, k0 + 4 * d], decay * m[4 * d, lane])
-                m1 = cuda.fma(gain, qkv[row, k0 + 4 * d + 1], decay * m[4 * d + 1, lane])
-                m2 = cuda.fma(gain, qkv[row, k0 + 4 * d + 2], decay * m[4 * d + 2, lane])
-                m3 = cuda.fma(gain, qkv[row, k0 + 4 * d + 3], decay * m[4 * d + 3, lane])
-                m[4 * d, lane] = m0
-                m[4 * d + 1, lane] = m1
-                m[4 * d + 2, lane] = m2
-                m[4 * d + 3, lane] = m3
-                s0 = cuda.fma(m0, qkv[row, q0 + 4 * d], s0)
-                s1 = cuda.fma(m1, qkv[row, q0 + 4 * d + 1], s1)
-                s2 = cuda.fma(m2, qkv[row, q0 + 4 * d + 2], s2)
-                s3 = cuda.fma(m3, qkv[row, q0 + 4 * d + 3], s3)
+            for c in QUARTERS:
+                sums[c] = float32(0.0)
+            for d in range(state_size // 4):
+                for c in QUARTERS:
+                    new = cuda.fma(gain, qkv[row, k0 + 4 * d + c], decay * m[4 * d + c, lane])
+                    m[4 * d + c, lane] = new
+                    sums[c] = cuda.fma(new, qkv[row, q0 + 4 * d + c], sums[c])
             if live:
-                y[row, head * state_size + column] = ((s0 + s1) + (s2 + s3)) * q_scale
+                y[row, head * state_size + column] = ((sums[0] + sums[1]) + (sums[2] + sums[3])) * q_scale
             plane = n_rows - 1 - t
             if plane < n_planes:
                 for i in range(state_size):
                     if live:
-                        states[slot, plane, head, i * state_size + column] = m[i, lane]
+                        states[slot, plane, head, cell + i * width] = m[i, lane]
 
     gated_delta.name = f"gated_delta_{state_size}"
     return gated_delta
+
+
+def packed_state(m: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
+    """Matrices [..., key index, value index] as the kernel's state holds them: float32 [..., state_size**2]."""
+    size = m.shape[-1]
+    width = columns_per_block(size)
+    slices = m.reshape(*m.shape[:-1], size // width, width).swapaxes(-3, -2)  # (..., slice, key, column)
+    return np.ascontiguousarray(slices, np.float32).reshape(*m.shape[:-2], size * size)
 
 
 def gated_delta_f64(
@@ -145,7 +141,7 @@ def gated_delta_f64(
     Returns y [n_rows, n_head * state_size] and the state after each row [n_rows, n_head, state_size, state_size].
     """
     n_rows, n_head, size = len(qkv), old.shape[0], old.shape[1]
-    heads = qkv.astype(np.float64).reshape(n_rows, -1, size)
+    heads = qkv.astype(np.float64).reshape(n_rows, qkv.shape[1] // size, size)
     n_key_head = (heads.shape[1] - n_head) // 2
     key_head = np.arange(n_head) % n_key_head
     unit = heads / np.sqrt((heads**2).sum(axis=-1, keepdims=True) + eps)
@@ -159,4 +155,4 @@ def gated_delta_f64(
         m = m + k[t][:, :, None] * delta[:, None, :]
         y[t] = np.einsum("hij,hi->hj", m, q[t]) / np.sqrt(size)
         states[t] = m
-    return y.reshape(n_rows, -1), states
+    return y.reshape(n_rows, n_head * size), states

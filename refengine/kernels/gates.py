@@ -158,9 +158,7 @@ def query_norm_f64(
     return np.asarray(wide * scale * weight.astype(np.float64))
 
 
-def output_gate_f64(
-    x: npt.NDArray[np.floating], q_gate: npt.NDArray[np.floating]
-) -> npt.NDArray[np.float64]:
+def output_gate_f64(x: npt.NDArray[np.floating], q_gate: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
     """Twin of ``output_gate``: x [..., n], q_gate [..., 2 n]."""
     return np.asarray(x.astype(np.float64) * sigmoid_f64(q_gate[..., x.shape[-1] :]))
 

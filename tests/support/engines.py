@@ -19,14 +19,15 @@ from instrumentation.kernel.types import f32, f32_1d, i32
 from instrumentation.levels import Level
 from instrumentation.ownership import Owner
 from instrumentation.view import View
+from refengine.architectures import BUILDERS
 from refengine.config import ModelConfig
 from refengine.context import Batch, Context, ContextSettings, DecodeStatus
 from refengine.gguf_file import GGUFFile
 from refengine.weights import WeightPlan, Weights
 
 DATA = Path(__file__).resolve().parent.parent / "data"
-#: models with recorded logits and greedy continuations
-PAIRS = sorted(file.stem for file in DATA.glob("*.gguf"))
+#: models with recorded logits and greedy continuations, of the architectures that run
+PAIRS = sorted(file.stem for file in DATA.glob("*.gguf") if file.stem.split("-")[0] in BUILDERS)
 MODEL, TARGET, DRAFT = Owner("model"), Owner("target"), Owner("draft")
 Array = npt.NDArray[Any]
 

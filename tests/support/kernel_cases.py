@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import numpy as np
 
-from refengine.kernels import elementwise, norm, select
+from refengine.kernels import STATE_SIZES, elementwise, experts, gates, norm, select
 from refengine.kernels.attention import (
     CACHE_DTYPES,
     PAGE,
@@ -18,10 +18,12 @@ from refengine.kernels.attention import (
     attention_merge,
     store_kv,
 )
+from refengine.kernels.gated_delta import columns_per_block, gated_delta, gated_delta_f64, packed_state
 from refengine.kernels.mul_mat import TILE, get_rows, mul_mat
 from refengine.kernels.quants import FORMATS
 from refengine.kernels.quants.layout import Packed
 from refengine.kernels.rope import rope, rope_f64, rope_tables
+from refengine.kernels.short_conv import short_conv, short_conv_f64
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -134,11 +136,91 @@ def cases(seed: int = 0) -> Iterator[Case]:
             {"x": heads, "position": position, "cosine": cosine, "sine": sine, "y": poisoned(heads.shape)},
             {"y": rope_f64(heads, position, cosine, sine, pairing)},
         )  # fmt: skip
+    yield from _gate_cases(rng)
+    yield from _recurrent_cases(rng)
     for quantisation in FORMATS:
         yield from _matrix_cases(rng, quantisation)
     for cache_type, dtype in CACHE_DTYPES.items():
         for head_dim in (16, 64, 80, 128, 256):
             yield from _attention_cases(rng, cache_type, dtype, head_dim)
+
+
+def _gate_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Gates of hybrid models, and the mixture of experts around its products."""
+
+    def normal(*shape: int) -> Any:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    alpha, beta, dt_bias, a = 3 * normal(5, 40), normal(5, 40), normal(40), -np.exp(normal(40))
+    yield Case(
+        gates.delta_gates, (2, 5),
+        {"alpha": alpha, "beta": beta, "dt_bias": dt_bias, "a": a, "gates": poisoned((5, 2, 40))},
+        {"gates": gates.delta_gates_f64(alpha, beta, dt_bias, a)},
+    )  # fmt: skip
+    x, z, q_gate, weight = normal(7, 80), normal(7, 80), normal(7, 160), normal(80)
+    eps = float(np.float32(1e-6))
+    yield Case(
+        gates.gated_norm, (7,), {"x": x, "weight": weight, "z": z, "y": poisoned(x.shape), "eps": eps},
+        {"y": gates.gated_norm_f64(x, weight, z, eps)},
+    )  # fmt: skip
+    yield Case(
+        gates.query_norm, (7,), {"q_gate": q_gate, "weight": weight, "q": poisoned(x.shape), "eps": eps},
+        {"q": gates.query_norm_f64(q_gate, weight, eps)},
+    )  # fmt: skip
+    yield Case(
+        gates.output_gate, (7,), {"x": x, "q_gate": q_gate, "y": poisoned(x.shape)},
+        {"y": gates.output_gate_f64(x, q_gate)},
+    )  # fmt: skip
+    logits = normal(4, 70)
+    index, weights = experts.route_f64(logits, 6)
+    yield Case(
+        experts.route, (4,),
+        {"logits": logits, "index": poisoned((4, 6), np.int32), "weight": poisoned((4, 6))},
+        {"index": index, "weight": weights},
+    )  # fmt: skip
+    parts, shared, gate, narrow = normal(4, 6, 700), normal(4, 700), normal(4, 1), weights.astype(np.float32)
+    yield Case(
+        experts.combine_experts, (-(-700 // elementwise.SPAN), 4),
+        {"x": parts, "weight": narrow, "shared": shared, "gate": gate, "y": poisoned((4, 700))},
+        {"y": experts.combine_experts_f64(parts, narrow, shared, gate)},
+    )  # fmt: skip
+
+
+def _recurrent_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Two sequences in one batch, the second from a plane of its own, and a segment of no rows; two planes."""
+    segments = np.array([[0, 1, 2, -1], [1, 4, 0, 1], [0, 0, 0, -1]], np.int32)
+    parts = ((slice(0, 1), 2), (slice(1, 5), 0))
+    x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((5, 70), (70, 4)))
+    history, y = poisoned((3, 2, 3, 70)), np.empty((5, 70))
+    history[0, 1] = rng.standard_normal((3, 70))
+    wanted = history.astype(np.float64)
+    for (part, slot), old in zip(parts, (np.zeros((3, 70)), history[0, 1]), strict=True):
+        y[part], after = short_conv_f64(x[part], weight, old)
+        wanted[slot, : min(2, len(after))] = after[:-3:-1]
+    yield Case(
+        short_conv(4), (3, 3),
+        {"x": x, "weight": weight, "segments": segments, "history": history, "y": poisoned(x.shape)},
+        {"y": y, "history": wanted},
+    )  # fmt: skip
+    n_key, n_head, eps = 2, 4, float(np.float32(1e-6))
+    for size in STATE_SIZES:
+        qkv = rng.standard_normal((5, (2 * n_key + n_head) * size)).astype(np.float32)
+        pair = rng.uniform(0.2, 1, (5, 2, n_head)).astype(np.float32)
+        states, y = poisoned((3, 2, n_head, size * size)), np.empty((5, n_head * size))
+        old = rng.standard_normal((n_head, size, size)).astype(np.float32)
+        states[0, 1] = packed_state(old)
+        wanted = states.astype(np.float64)
+        for (part, slot), begin in zip(parts, (np.zeros_like(old), old), strict=True):
+            y[part], after = gated_delta_f64(qkv[part], pair[part], begin, eps)
+            wanted[slot, : min(2, len(after))] = packed_state(after[:-3:-1])
+        yield Case(
+            gated_delta(size), (size // columns_per_block(size), n_head, 3),
+            {
+                "qkv": qkv, "gates": pair, "segments": segments, "states": states,
+                "y": poisoned((5, n_head * size)), "eps": eps,
+            },
+            {"y": y, "states": wanted},
+        )  # fmt: skip
 
 
 def _matrix_cases(rng: np.random.Generator, quantisation: Any) -> Iterator[Case]:
@@ -155,6 +237,13 @@ def _matrix_cases(rng: np.random.Generator, quantisation: Any) -> Iterator[Case]
             mul_mat(quantisation, tile), (n_out, -(-6 // tile)), {**weights, "x": x, "y": poisoned((6, n_out))},
             {"y": wanted},
         )  # fmt: skip
+    index = np.array([[2, 0], [1, 2]], np.int32)  # the 96 rows are 3 experts of 32
+    parts = rng.standard_normal((2, 2, n_in)).astype(np.float32)
+    yield Case(
+        experts.mul_mat_experts(quantisation), (32, 2, 2),
+        {**weights, "index": index, "x": parts, "y": poisoned((2, 2, 32))},
+        {"y": experts.mul_mat_experts_f64(parts, dense.reshape(3, 32, n_in), index)},
+    )  # fmt: skip
     rows = rng.integers(0, n_out, 9).astype(np.int32)
     yield Case(
         get_rows(quantisation), (9,), {**weights, "rows": rows, "y": poisoned((9, n_in))}, {"y": dense[rows]}

@@ -1,0 +1,209 @@
+"""The gated delta rule against its twin: head maps, segments, planes, splits."""
+
+import re
+
+import numpy as np
+import pytest
+from engines import Array, Bench, nmse, poisoned, same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_runner import run, run_all
+
+from refengine.kernels.gated_delta import columns_per_block, gated_delta, gated_delta_f64, packed_state
+
+EMPTY = -1
+EPS = float(np.float32(1e-6))
+SIZES = (16, 64, 128)
+
+
+def decoded(
+    qkv: Array, gates: Array, segments: list[list[int]], states: Array, every_order: bool = True
+) -> tuple[Array, Array]:
+    """y and the states after it."""
+    n_rows, _, n_head = gates.shape
+    size = int(np.sqrt(states.shape[-1]))
+    table = np.array(segments, np.int32)
+    kernel, grid = gated_delta(size), (size // columns_per_block(size), n_head, len(table))
+    arguments = [qkv, gates, table, states.copy(), poisoned((n_rows, n_head * size)), EPS]
+    if every_order:
+        arguments = run_all(kernel, grid, *arguments)
+    else:
+        run(kernel, grid, *arguments)
+    return arguments[4], arguments[3]
+
+
+def rows(rng: np.random.Generator, n_rows: int, n_key: int, n_head: int, size: int) -> tuple[Array, Array]:
+    """qkv and gates [n_rows, ...] of ordinary size: decays from slow to fast."""
+    gates = np.stack(
+        [rng.uniform(0, 1, (n_rows, n_head)) ** 0.1, rng.uniform(0, 1, (n_rows, n_head))], axis=1
+    )
+    qkv = rng.standard_normal((n_rows, (2 * n_key + n_head) * size)).astype(np.float32)
+    return qkv, gates.astype(np.float32)
+
+
+def matrices(rng: np.random.Generator, n_head: int, size: int) -> Array:
+    return rng.standard_normal((n_head, size, size)).astype(np.float32)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@settings(max_examples=20, deadline=None)
+@given(
+    n_key=st.integers(1, 3),
+    n_head=st.integers(1, 6),
+    counts=st.lists(st.integers(0, 6), min_size=1, max_size=3).filter(any),
+    n_planes=st.integers(1, 4),
+    sources=st.lists(st.integers(-1, 3), min_size=3, max_size=3),
+    fill=st.sampled_from([0x3E, 0xFF]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_segments_are_their_twins(
+    size: int,
+    n_key: int,
+    n_head: int,
+    counts: list[int],
+    n_planes: int,
+    sources: list[int],
+    fill: int,
+    seed: int,
+):
+    rng = np.random.default_rng(seed)
+    n_slots = 4
+    qkv, gates = rows(rng, sum(counts), n_key, n_head, size)
+    states = poisoned((n_slots, n_planes, n_head, size * size))
+    states.view(np.uint8)[...] = fill
+    segments, wanted_y, wanted = [], [], []
+    first = 0
+    for count, slot, plane in zip(counts, rng.permutation(n_slots).tolist(), sources, strict=False):
+        source = min(plane, n_planes - 1)
+        old = np.zeros((n_head, size, size), np.float32)
+        if source != EMPTY:
+            old = matrices(rng, n_head, size)
+            states[slot, source] = packed_state(old)
+        segments.append([first, count, slot, source])
+        y, after = gated_delta_f64(qkv[first : first + count], gates[first : first + count], old, EPS)
+        wanted_y.append(y)
+        wanted.append(after)
+        first += count
+    y, after = decoded(qkv, gates, segments, states)
+    assert nmse(y, np.concatenate(wanted_y)) < 1e-11
+    untouched = np.ones(states.shape[:2], bool)
+    for (start, count, slot, source), right in zip(segments, wanted, strict=True):
+        n_written = min(count, n_planes)
+        untouched[slot, :n_written] = False
+        for plane in range(n_written):
+            assert nmse(after[slot, plane], packed_state(right[count - 1 - plane])) < 1e-11
+        if count:
+            part = slice(start, start + count)
+            alone, planes = decoded(
+                qkv[part].copy(), gates[part].copy(), [[0, count, slot, source]], states, every_order=False
+            )
+            assert same_bits(alone, y[part])
+            assert same_bits(planes[slot], after[slot])
+    # Planes that no row reaches, and other slots, are left as they were.
+    assert same_bits(after[untouched], states[untouched])
+
+
+@pytest.mark.parametrize(("size", "n_key", "n_head"), [(16, 2, 4), (64, 1, 3), (128, 2, 2)])
+def test_a_split_anywhere_gives_the_same_bits(size: int, n_key: int, n_head: int):
+    rng = np.random.default_rng(0)
+    qkv, gates = rows(rng, 9, n_key, n_head, size)
+    empty = poisoned((1, 2, n_head, size * size))
+    whole, states = decoded(qkv, gates, [[0, 9, 0, EMPTY]], empty)
+    for cut in range(1, 9):
+        first, middle = decoded(qkv[:cut], gates[:cut], [[0, cut, 0, EMPTY]], empty, every_order=False)
+        second, last = decoded(
+            qkv[cut:].copy(), gates[cut:].copy(), [[0, 9 - cut, 0, 0]], middle, every_order=False
+        )
+        assert same_bits(np.concatenate([first, second]), whole)
+        assert same_bits(last[0, 0], states[0, 0])
+
+
+@pytest.mark.parametrize("n_rows", [1, 63, 64, 65, 129])
+def test_long_sequences_stay_close(n_rows: int):
+    rng = np.random.default_rng(n_rows)
+    qkv, gates = rows(rng, n_rows, 1, 2, 16)
+    y, _ = decoded(qkv, gates, [[0, n_rows, 0, EMPTY]], poisoned((1, 1, 2, 256)))
+    wanted, _ = gated_delta_f64(qkv, gates, np.zeros((2, 16, 16)), EPS)
+    assert nmse(y, wanted) < 1e-11
+
+
+def test_value_heads_take_key_heads_in_turn():
+    # Two key heads, four value heads: 0 and 2 share the first, 1 and 3 the second.
+    rng = np.random.default_rng(0)
+    size, n_key, n_head = 16, 2, 4
+    qkv, gates = rows(rng, 3, n_key, n_head, size)
+    gates[...] = gates[:, :, :1]
+    heads = qkv.reshape(3, 2 * n_key + n_head, size)
+    heads[:, 2 * n_key :] = heads[:, 2 * n_key : 2 * n_key + 1]
+    y, _ = decoded(qkv, gates, [[0, 3, 0, EMPTY]], poisoned((1, 1, n_head, size * size)))
+    y = y.reshape(3, n_head, size)
+    assert same_bits(y[:, 0].copy(), y[:, 2].copy())
+    assert same_bits(y[:, 1].copy(), y[:, 3].copy())
+    assert nmse(y[:, 0], y[:, 1]) > 1e-3
+
+
+def test_a_full_step_without_decay_recalls_the_value_of_its_key():
+    size = 16
+    qkv = np.zeros((2, 3 * size), np.float32)
+    qkv[0, :size] = qkv[0, size : 2 * size] = 3 * np.eye(size, dtype=np.float32)[5]
+    qkv[0, 2 * size :] = np.arange(size)
+    # The second row asks for the same key, and replaces what is there.
+    qkv[1] = qkv[0]
+    qkv[1, 2 * size :] = -np.arange(size)
+    y, states = decoded(qkv, np.ones((2, 2, 1), np.float32), [[0, 2, 0, EMPTY]], poisoned((1, 2, 1, 256)))
+    np.testing.assert_allclose(y * np.sqrt(size), [np.arange(size), -np.arange(size)], rtol=1e-5)
+    held = np.zeros((size, size))
+    held[5] = -np.arange(size)
+    np.testing.assert_allclose(states[0, 0, 0], packed_state(held), rtol=1e-5, atol=1e-6)
+
+
+def test_keys_and_queries_of_zeros_are_no_numbers_to_fear():
+    size = 16
+    qkv = np.zeros((2, 3 * size), np.float32)
+    qkv[:, 2 * size :] = 1
+    y, states = decoded(qkv, np.ones((2, 2, 1), np.float32), [[0, 2, 0, EMPTY]], poisoned((1, 1, 1, 256)))
+    assert not y.any()
+    assert not states.any()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_do_not_change_a_bit(threads: int):
+    rng = np.random.default_rng(0)
+    qkv, gates = rows(rng, 5, 2, 4, 64)
+    states = packed_state(rng.standard_normal((2, 1, 4, 64, 64)))
+    segments = [[0, 2, 1, 0], [2, 3, 0, 0]]
+    wanted = decoded(qkv, gates, segments, states)
+    found = Bench(threads=threads).run(
+        gated_delta(64), (2, 4, 2), qkv=qkv, gates=gates, segments=np.array(segments, np.int32),
+        states=states, y=poisoned((5, 256)), eps=EPS,
+    )  # fmt: skip
+    assert same_bits(found["y"], wanted[0])
+    assert same_bits(found["states"], wanted[1])
+
+
+@pytest.mark.parametrize("size", [4, 12, 48, 80, 256])
+def test_other_state_sizes(size: int):
+    rng = np.random.default_rng(size)
+    qkv, gates = rows(rng, 2, 1, 2, size)
+    y, states = decoded(qkv, gates, [[0, 2, 0, EMPTY]], poisoned((1, 1, 2, size * size)), every_order=False)
+    wanted, after = gated_delta_f64(qkv, gates, np.zeros((2, size, size)), EPS)
+    assert nmse(y, wanted) < 1e-11
+    assert nmse(states[0, 0], packed_state(after[-1])) < 1e-11
+
+
+@pytest.mark.parametrize("size", [0, 6, 260])
+def test_state_sizes_that_are_not_built_are_refused(size: int):
+    with pytest.raises(AssertionError):
+        gated_delta(size)
+
+
+def test_a_packed_state_keeps_every_element():
+    m = np.arange(2 * 64 * 64, dtype=np.float32).reshape(2, 64, 64)
+    packed = packed_state(m).reshape(2, 2, 64, 32)  # (head, slice, key, column)
+    for j in (0, 31, 32, 63):
+        np.testing.assert_array_equal(packed[:, j // 32, :, j % 32], m[:, :, j])
+
+
+def test_ptx_shares_one_tile():
+    text = gated_delta(128).ptx((9, 0))
+    assert re.search(r"\.shared .*\[16384\]", text)

@@ -1,0 +1,516 @@
+"""Every device call fails once, and nothing is lost; an engine that loses something is caught."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import structlog
+from dying_sweep import DyingSweep
+from engines import DATA
+from structlog.testing import capture_logs
+
+import refengine.sweep_runs
+from instrumentation.devices import host_stream
+from instrumentation.errors import BadInputError, DeviceError
+from instrumentation.faults import KINDS, FaultPlan, Site
+from instrumentation.heap import Heap
+from refengine.architectures import BUILDERS
+from refengine.context import Context, DecodeStatus
+from refengine.engine import Engine
+from refengine.errors import ComputeError, RequestError
+from refengine.executor import Executor
+from refengine.sweep import MODES, Run, SweepError, disturbed, plan_of, reference
+from refengine.sweep_counting import first_failure
+from refengine.sweep_runs import Journal, Sweep, run_all
+from refengine.sweep_script import Workload
+
+SMALL = {"n_ctx": 128, "n_batch": 32, "n_ubatch": 16, "threads": 1, "check": "guard", "device": "host"}
+
+
+def workload(name="llama", **options):
+    return Workload.of(DATA / f"{name}.gguf", **{**SMALL, **options})
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return workload()
+
+
+@pytest.fixture(scope="module")
+def wanted(llama):
+    return reference(llama)
+
+
+def sweep_all(work, kinds, modes=MODES, sample=None):
+    """The reference and every run, or a sample of them, none of which misbehaved."""
+    found = reference(work, kinds)
+    assert found.uncounted() == []
+    sweep = Sweep(work, kinds, modes, random_runs=10)
+    keys = sweep.keys(found)
+    if sample is not None:
+        keys = random.Random(1).sample(keys, sample)
+    runs = list(run_all(sweep, found, keys))
+    assert [(run.mode, run.number) for run in runs] == keys
+    assert [run for run in runs if run.wrong] == []
+    return found, runs
+
+
+def fail(llama, wanted, matching, nth=0, mode="nth"):
+    """What is wrong with the run that fails the ``nth`` site whose text has ``matching``."""
+    site = [site for site in wanted.passed if matching in str(site)][nth]
+    run = disturbed(llama, wanted, mode, site.number, KINDS)
+    assert run.site == str(site)
+    return run
+
+
+# --- the engine as it is
+
+
+@pytest.mark.parametrize("architecture", sorted(BUILDERS))
+def test_every_reservation_of_every_architecture_in_every_mode(architecture):
+    found, runs = sweep_all(workload(architecture), ("reserve",))
+    # 7 at loading: weights, cache and tables, an arena and its buffers each, and compute; then one for each layout.
+    assert len(found.passed) >= 11
+    assert Counter(run.mode for run in runs) == {
+        "nth": len(found.passed),
+        "from": len(found.passed),
+        "random": 10,
+    }
+    assert {run.outcome for run in runs} == {"load failed", "request failed"}
+
+
+def test_every_call_fails_once(llama, wanted):
+    found, runs = sweep_all(llama, KINDS, ("nth",))
+    assert found == wanted
+    assert len(runs) == found.calls.total() > 400
+    assert found.calls == {"reserve": 11, "copy": 148, "launch": 285, "event": 0, "graph": 15}
+    assert all(run.fired == 1 for run in runs)
+    assert {run.outcome for run in runs} == {"load failed", "request failed"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"cuda_graphs": False}, {"worst_case_reserve": False}, {"check": "off"}, {"n_batch": 8}],
+    ids=["no graphs", "growing", "off", "small batches"],
+)
+def test_calls_of_other_options(options):
+    found, _runs = sweep_all(workload(**options), KINDS, sample=40)
+    assert (found.calls["graph"] == 0) == (options == {"cuda_graphs": False})
+
+
+def test_reservations_that_replace_a_smaller_arena():
+    growing, usual = workload(worst_case_reserve=False), workload()
+    found, _runs = sweep_all(growing, ("reserve",))
+    assert len(found.passed) == len(reference(usual, ("reserve",)).passed) + 1
+    assert found.books[0].reserved < found.books[1].reserved
+
+
+def test_random_runs_fail_something_and_get_as_far_as_requests(llama, wanted):
+    runs = [disturbed(llama, wanted, "random", number, KINDS, seed=3) for number in range(1, 21)]
+    assert [run for run in runs if run.wrong] == []
+    assert min(run.fired for run in runs) >= 1
+    assert max(run.fired for run in runs) > 1
+    assert {run.outcome for run in runs} == {"load failed", "request failed"}
+    assert runs[4] == disturbed(llama, wanted, "random", 5, KINDS, seed=3)
+
+
+def test_a_failure_that_costs_nothing_is_no_misbehaviour(llama, wanted, monkeypatch):
+    captured = Executor._captured
+
+    def or_not(self, executable):
+        try:
+            return captured(self, executable)
+        except DeviceError:
+            return None
+
+    monkeypatch.setattr(Executor, "_captured", or_not)
+    run = fail(llama, wanted, "begin_capture")
+    assert (run.outcome, run.wrong) == ("identical", ())
+
+
+# --- engines that lose something
+
+
+def test_a_decode_that_swallows_failures_is_caught(llama, wanted, monkeypatch):
+    decode = Context.decode
+
+    def swallowing(self, batch):
+        if decode(self, batch) != DecodeStatus.OK:
+            self.logits = np.zeros((int(batch.outputs.sum()), self.config.n_vocab), np.float32)
+        return DecodeStatus.OK
+
+    monkeypatch.setattr(Context, "decode", swallowing)
+    for matching in ("copy_in of tokens", "(launch rms_norm", "(graph replay", "(reserve target/compute 1"):
+        run = fail(llama, wanted, matching)
+        assert run.outcome == "identical"
+        assert "request 1 gave other tokens or logits and no error" in run.wrong
+
+
+@pytest.mark.parametrize(
+    ("leak", "words"),
+    [
+        (
+            lambda context, allocator: allocator.reserve_arena(
+                4096, owner=context.owner, name="lost"
+            ).unwrap(),
+            "MEM006: arena lost of target (4096 bytes) was never given back",
+        ),
+        (
+            lambda context, _: context.stream.device.allocate(4096),
+            "4096 bytes of device memory in 1 pieces is left",
+        ),
+        (
+            lambda context, _: context.stream.device.create_stream(owner=context.owner, name="lost"),
+            "stream lost is left",
+        ),
+    ],
+    ids=["arena", "driver", "stream"],
+)
+def test_a_load_that_fails_and_leaks_is_caught(llama, wanted, monkeypatch, leak, words):
+    load_rotary = Context._load_rotary
+
+    def leaking(self, allocator, weights, undo):
+        try:
+            return load_rotary(self, allocator, weights, undo)
+        except DeviceError:
+            leak(self, allocator)
+            raise
+
+    monkeypatch.setattr(Context, "_load_rotary", leaking)
+    run = fail(llama, wanted, "rotary.sine on")
+    assert run.outcome == "load failed"
+    assert words in run.wrong
+
+
+@pytest.mark.parametrize(
+    ("skipped", "words"),
+    [
+        ("copy_out", "copy: 142 fault sites for 148 calls"),
+        ("rope", "launch: 253 fault sites for 285 calls"),
+        ("end_capture", "graph: 11 fault sites for 15 calls"),
+    ],
+)
+def test_a_call_without_a_fault_site_is_caught(llama, monkeypatch, skipped, words):
+    pass_site = host_stream.pass_site
+
+    def missing(faults, kind, detail):
+        if not detail.startswith(skipped):
+            pass_site(faults, kind, detail)
+
+    monkeypatch.setattr(host_stream, "pass_site", missing)
+    assert reference(llama).uncounted() == [words]
+
+
+def test_a_reservation_without_a_fault_site_is_caught(llama, monkeypatch):
+    asked = Heap.injected_failure
+
+    def missing(self, owner, name, nbytes, where):
+        return None if name.startswith("kv.") else asked(self, owner, name, nbytes, where)
+
+    monkeypatch.setattr(Heap, "injected_failure", missing)
+    assert reference(llama).uncounted() == ["reserve: 10 fault sites for 11 calls"]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ComputeError("Compute error."), "the error of request 1 does not name {site}: Compute error."),
+        (ValueError("{site}"), "request 1 raised what no failed call may become: ValueError: "),
+        (RequestError("it broke"), "request 1 raised what no failed call may become: RequestError: it broke"),
+    ],
+    ids=["nameless", "not ours", "another of ours"],
+)
+def test_a_blanket_except_is_caught(llama, wanted, monkeypatch, error, words):
+    decode = Engine._decode
+
+    def blanket(self, batch):
+        try:
+            decode(self, batch)
+        except Exception:  # noqa: BLE001 - what the sweep must not let pass
+            raise error from None
+
+    monkeypatch.setattr(Engine, "_decode", blanket)
+    run = fail(llama, wanted, "copy_in of cell")
+    assert any(words.format(site=run.site) in wrong for wrong in run.wrong), run.wrong
+
+
+def test_positions_left_in_the_cache_are_caught(llama, wanted, monkeypatch):
+    clear = Engine._clear
+
+    def forgetful(self, sequence):
+        if self.context.error is None:
+            clear(self, sequence)
+
+    monkeypatch.setattr(Engine, "_clear", forgetful)
+    run = fail(llama, wanted, "copy_in of cell", nth=2)  # the first token after the prompt
+    assert f"after request 1 the KV cache holds {len(llama.prompts[0])} positions of sequence 0" in run.wrong
+    assert "after request 1 96 of 128 positions of the KV cache are free" in run.wrong
+    # The next request finds them there: no call of it failed, and it fails.
+    assert any(wrong.startswith("request 2 failed although no call in it did") for wrong in run.wrong)
+
+
+def test_lost_pages_are_caught(llama, wanted, monkeypatch):
+    failed = Context._failed
+
+    def losing(self, *given):
+        self.cache._free.pop()
+        return failed(self, *given)
+
+    monkeypatch.setattr(Context, "_failed", losing)
+    run = fail(llama, wanted, "copy_in of cell")
+    assert "after request 1 check_integrity: AssertionError: pages lost or held twice" in run.wrong
+
+
+def test_work_left_on_a_stream_is_caught(llama, wanted, monkeypatch):
+    def run_and_leave(self, executable, inputs, outputs):
+        executable.overlay.activate()
+        for name, array in inputs.items():
+            self.stream.copy_in(executable.views[name], np.ascontiguousarray(array))
+        self._queue_launches(executable)
+        for name, array in outputs.items():
+            self.stream.copy_out(array, executable.views[name])
+        self.stream.synchronize()
+
+    monkeypatch.setattr(Executor, "run", run_and_leave)
+    assert fail(llama, wanted, "copy_in of cell").wrong == (
+        "after request 1 3 operations wait on stream target",
+    )
+
+
+def test_memory_given_back_under_queued_work_is_caught(llama, wanted, monkeypatch):
+    load_rotary = Context._load_rotary
+
+    class Unsynchronised:
+        """An undo that forgets to wait."""
+
+        def __init__(self, undo):
+            self.undo = undo
+
+        def callback(self, action):
+            if action.__name__ != "synchronize":
+                self.undo.callback(action)
+
+    monkeypatch.setattr(
+        Context,
+        "_load_rotary",
+        lambda self, allocator, weights, undo: load_rotary(self, allocator, weights, Unsynchronised(undo)),
+    )
+    run = fail(llama, wanted, "copy_in of rotary.sine")
+    assert any("bytes were given back with 1 operations queued" in wrong for wrong in run.wrong)
+
+
+def test_a_poisoned_executable_is_caught(llama, wanted, monkeypatch):
+    captured = Executor._captured
+
+    def poisoning(self, executable):
+        try:
+            return captured(self, executable)
+        except DeviceError:
+            self.stream.begin_capture()
+            executable.captured = self.stream.end_capture("empty")
+            raise
+
+    monkeypatch.setattr(Executor, "_captured", poisoning)
+    run = fail(llama, wanted, "(launch rms_norm", nth=1)
+    assert "afterwards request 1 gives other tokens or logits" in run.wrong
+
+
+def test_memory_that_stays_after_a_failed_request_is_caught(llama, wanted, monkeypatch):
+    failed = Context._failed
+
+    def hoarding(self, *given):
+        self.executor.allocator.reserve_arena(256, owner=self.owner, name="hoard").unwrap()
+        return failed(self, *given)
+
+    monkeypatch.setattr(Context, "_failed", hoarding)
+    run = fail(llama, wanted, "copy_in of cell")
+    assert any("bytes are reserved; undisturbed they are" in wrong for wrong in run.wrong)
+    assert any(wrong.startswith("afterwards the engine holds") for wrong in run.wrong)
+    assert "MEM006: arena hoard of target (256 bytes) was never given back" in run.wrong
+
+
+def test_an_unload_that_gives_nothing_back_is_caught(llama, monkeypatch):
+    monkeypatch.setattr(Engine, "close", lambda _: None)
+    with pytest.raises(
+        SweepError, match=r"undisturbed run went wrong: \d+ bytes of device memory in 4 pieces"
+    ):
+        reference(llama)
+
+
+def test_a_fault_that_never_fires_or_fires_elsewhere_is_caught(llama, wanted, monkeypatch):
+    beyond = Site(len(wanted.passed) + 1, "launch", "of another engine")
+    longer = replace(wanted, passed=(*wanted.passed, beyond))
+    run = disturbed(llama, longer, "nth", beyond.number, KINDS)
+    assert run.wrong == (
+        "the fault fired 0 times, not once",
+        f"the first call that failed is none; in the undisturbed run it is {beyond}",
+    )
+    other = replace(wanted, passed=(Site(1, "launch", "of another engine"), *wanted.passed[1:]))
+    assert any("of another engine" in wrong for wrong in disturbed(llama, other, "nth", 1, KINDS).wrong)
+
+
+def test_an_injector_that_fires_twice_is_caught(llama, wanted, monkeypatch):
+    fails = FaultPlan.fails
+    monkeypatch.setattr(
+        FaultPlan, "fails", lambda self, number, draw: fails(self, number, draw) or number > 150
+    )
+    assert any("times, not once" in wrong for wrong in fail(llama, wanted, "copy_in of cell").wrong)
+
+
+# --- workloads and plans
+
+
+def test_prompts_fit_any_model(llama):
+    long, short = llama.prompts
+    assert len(long) > SMALL["n_ubatch"] > len(short) >= 1
+    assert max(long) < 320
+    tight = workload(n_ctx=32, n_ubatch=1)
+    assert [len(prompt) for prompt in tight.prompts] == [2, 1]
+    assert len(workload(n_batch=8).prompts[0]) == 13
+    with pytest.raises(
+        RequestError, match=r"a prompt of 49 tokens .* do not fit n_ctx 48; give a smaller n_ubatch"
+    ):
+        workload(n_ctx=48, n_batch=32, n_ubatch=32)
+
+
+def test_plans_of_random_runs_hit_something_and_follow_the_seed():
+    sites = tuple(Site(i, "copy", "x") for i in range(1, 6))
+    hits = [
+        first_failure(plan_of("random", n, ("copy",), sites, seed), sites)
+        for seed in (0, 1)
+        for n in range(1, 30)
+    ]
+    assert None not in hits
+    assert hits[:29] != hits[29:]
+    assert {site.number for site in hits} == {1, 2, 3, 4, 5}
+
+
+# --- many runs
+
+
+def test_log_lines_of_failures_on_purpose_are_not_shown_unless_asked_for(llama, wanted, capsys):
+    site = next(site for site in wanted.passed if "copy_in of cell" in site.detail)
+    before = structlog.get_config()
+    run_of = Sweep(llama, KINDS).run
+    assert run_of(wanted, ("nth", site.number)).wrong == ()
+    assert capsys.readouterr() == ("", "")
+    assert structlog.get_config() == before
+    assert replace(Sweep(llama, KINDS), log=(1, "json")).run(wanted, ("nth", site.number)).wrong == ()
+    line = json.loads(capsys.readouterr().err)
+    assert (line["event"], str(site) in line["error"]) == ("failed to compute graph", True)
+    with capture_logs() as lines:
+        run_of(wanted, ("nth", site.number))
+    assert lines == []
+
+
+def test_a_process_that_dies_is_named():
+    work = workload()
+    found = reference(work, ("reserve",))
+    sweep = DyingSweep(work, ("reserve",), ("nth",))
+    with pytest.raises(SweepError, match=r"a process of the sweep died in one of the runs .*\bnth 3\b"):
+        list(run_all(sweep, found, sweep.keys(found), processes=2))
+
+
+# --- the file of a sweep
+
+
+HEADER = {"version": "1", "option n_ctx": 128, "prompts": [[1, 2]], "seed": 0}
+RUNS = [
+    Run(
+        "nth",
+        number,
+        "reserve",
+        f"fault site {number} (reserve x)",
+        1,
+        "request failed",
+        ("\u2028é",) * number,
+    )
+    for number in (1, 2)
+]
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    with Journal(path, HEADER) as journal:
+        for run in RUNS:
+            journal.write(run)
+    return path
+
+
+def test_a_file_has_its_runs_again(file):
+    whole = file.read_bytes()
+    with Journal(file, HEADER) as journal:
+        assert list(journal.done.values()) == RUNS
+    assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize("kept", range(1, 160, 13))
+def test_a_line_that_was_cut_off_is_done_again(file, kept):
+    whole = file.read_bytes()
+    head = whole.index(b"\n") + 1
+    file.write_bytes(whole[: head + kept])
+    with Journal(file, HEADER) as journal:
+        finished = whole[head : head + kept].count(b"\n")
+        assert list(journal.done.values()) == RUNS[:finished]
+        for run in RUNS[finished:]:
+            journal.write(run)
+    assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seed": 1}, "seed is 0 there and 1 here"),
+        ({"option n_ctx": 64}, "option n_ctx is 128 there and 64 here"),
+        ({"prompts": [[1, 3]]}, r"prompts is \[\[1, 2\]\] there and \[\[1, 3\]\] here"),
+        ({"option new": True}, "option new is null there and true here"),
+    ],
+)
+def test_a_file_of_another_sweep_is_refused_by_name_and_left_alone(file, change, words):
+    whole = file.read_bytes()
+    with pytest.raises(BadInputError, match=f"{file.name} is of another sweep: {words}"):
+        Journal(file, HEADER | change)
+    assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "content", [b"GGUF\x00\xff", b"{}\n", b"[" * 100_000 + b"\n", b"\n", b'{"sweep": 1}\n']
+)
+def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path, content):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with pytest.raises(BadInputError, match=r"model\.gguf is no file of a sweep; give a new name"):
+        Journal(path, HEADER)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"mode": "zth"}, {"number": "1"}, {"number": True}, {"wrong": "x"}, {"wrong": [1]}, {"outcome": []}, {"more": 1},
+     {"site": None}],
+)  # fmt: skip
+def test_a_damaged_line_is_named(file, change):
+    lines = file.read_bytes().splitlines(keepends=True)
+    lines[1] = json.dumps(json.loads(lines[1]) | change).encode() + b"\n"
+    file.write_bytes(b"".join(lines))
+    with pytest.raises(BadInputError, match=r"runs\.jsonl:2: this line is no run; remove it"):
+        Journal(file, HEADER)
+
+
+def test_the_header_names_everything_that_a_run_depends_on(llama, wanted):
+    sweep = Sweep(llama, KINDS)
+    header = sweep.header(wanted)
+    assert header == json.loads(json.dumps(header))
+    assert {f"option {name}" for name in SMALL} < set(header)
+    assert header["sites"] == len(wanted.passed)
+    for other in (replace(sweep, seed=1), replace(sweep, kinds=("copy",)),
+                  replace(sweep, workload=replace(llama, n_predict=4))):  # fmt: skip
+        assert other.header(wanted) != header
+    assert replace(sweep, modes=("nth",), random_runs=1).header(wanted) == header
+    assert refengine.sweep_runs.MAX_CHUNK >= 1
