@@ -74,7 +74,7 @@ def main() -> int:
     bad = equal = total = 0
     for case in cases():
         started = time.perf_counter()
-        compiled = cuda.jit(cuda_function(case.kernel.function))
+        compiled = cuda.jit(cuda_function(case.kernel.function, case.kernel.parsed))
         first, us = run_cuda(compiled, case)
         seconds = time.perf_counter() - started
         second, _ = run_cuda(compiled, case)
