@@ -23,6 +23,7 @@ test: $(VENV)/.ready
 lint: $(VENV)/.ready
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
+	$(PY) -m instrumentation.lint refengine instrumentation cli examples benchmarks
 
 types: $(VENV)/.ready
 	$(PY) -m mypy

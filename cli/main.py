@@ -22,9 +22,10 @@ COMMANDS = {
     "generate": ("cli.generate", "generate"),
     "inspect": ("cli.inspect", "inspect"),
     "doctor": ("cli.doctor", "doctor"),
+    "sweep": ("cli.sweep", "sweep"),
 }
 #: commands to come
-NOT_BUILT = ("bench", "golden", "soak", "drill", "sweep", "report", "explain", "serve")
+NOT_BUILT = ("bench", "golden", "soak", "drill", "report", "explain", "serve")
 
 
 class Commands(click.Group):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from instrumentation.errors import Error, OutOfMemoryError
+
 if TYPE_CHECKING:
     from refengine.engine import Engine, load
     from refengine.generation import Generation
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Generation", "__version__", "load"]
+__all__ = ["Engine", "Error", "Generation", "OutOfMemoryError", "__version__", "load"]
 
 _HOMES = {"Engine": "refengine.engine", "load": "refengine.engine", "Generation": "refengine.generation"}
 

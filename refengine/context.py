@@ -231,9 +231,13 @@ class Context:
             allocator.arena_size(requests), owner=self.owner, name="rotary"
         ).unwrap()
         undo.callback(arena.release)
-        views = []
-        for buffer, table in zip(arena.reserve_all(requests).unwrap(), tables, strict=True):
+        buffers = arena.reserve_all(requests).unwrap()
+        for buffer in buffers:
             undo.callback(buffer.free)
+        # A copy that is queued when the next one fails must run while its buffer lives.
+        undo.callback(self.stream.synchronize)
+        views = []
+        for buffer, table in zip(buffers, tables, strict=True):
             view = buffer.view(np.float32, table.shape)
             self.stream.copy_in(view, table)
             views.append(view)

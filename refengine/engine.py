@@ -56,7 +56,7 @@ def load(
 ) -> Engine:
     """Load a model. ``options`` are the fields of ``EngineOptions``, which documents them.
 
-    ``progress(done, total)`` is called with bytes of weights. ``faults`` decides which reservations fail on purpose.
+    ``progress(done, total)`` is called with bytes of weights. ``faults`` decides which device calls fail on purpose.
     Raises ``ModelFileError``, ``UnsupportedModelError``,
     ``BadInputError``, ``OutOfMemoryError``; what was reserved by then is given back.
     """

@@ -150,11 +150,16 @@ class Executor:
     def run(self, executable: Executable, inputs: Arrays, outputs: Arrays) -> None:
         """Copy ``inputs`` in, run the graph, copy ``outputs`` out; returns when they are there."""
         executable.overlay.activate()
-        for name, array in inputs.items():
-            self.stream.copy_in(executable.views[name], np.ascontiguousarray(array))
-        self._queue_launches(executable)
-        for name, array in outputs.items():
-            self.stream.copy_out(array, executable.views[name])
+        try:
+            for name, array in inputs.items():
+                self.stream.copy_in(executable.views[name], np.ascontiguousarray(array))
+            self._queue_launches(executable)
+            for name, array in outputs.items():
+                self.stream.copy_out(array, executable.views[name])
+        except Exception:
+            # What is queued already writes to cells that the caller gives up now.
+            self.stream.synchronize()
+            raise
         self.stream.synchronize()
 
     def _queue_launches(self, executable: Executable) -> None:

@@ -11,8 +11,6 @@ from instrumentation.lint.names import key_of
 from instrumentation.lint.state import (
     ABSENT,
     FAILED,
-    GOOD,
-    OTHER,
     OTHERS,
     SEEN,
     UNCHECKED,
@@ -20,7 +18,6 @@ from instrumentation.lint.state import (
     Maker,
     Res,
     State,
-    Value,
     Values,
     Verdict,
     tokens_of,
@@ -126,7 +123,7 @@ class Calls(Conditions):
     def _builtin(self, name: str, node: ast.Call, state: State) -> Values | None:
         count = len(node.args)
         if name == "isinstance" and count == 2:
-            return self.is_instance(self.value(node.args[0], state), node.args[1])
+            return self.is_instance(self.value(node.args[0], state), node.args[1], state)
         if name == "bool" and count == 1:
             return negated(negated(self.value(node.args[0], state)))
         if name in {"all", "any"} and count == 1:
@@ -194,7 +191,7 @@ class Calls(Conditions):
             info = self.file.tokens[token]
             info.taken = True
             if condition & (UNCHECKED | SEEN | FAILED):
-                failing.conditions[token] = FAILED
+                failing.decide(token, good=False, sure=failing.is_meant(token, base))
                 swallowed = self.guards.swallows()
                 if swallowed:
                     self.report(
@@ -203,33 +200,30 @@ class Calls(Conditions):
                     )
                 if condition & ~ABSENT == FAILED and len(base) == 1:
                     state.dead = True
-            state.conditions[token] = (condition & ABSENT) | GOOD
+            state.decide(token, good=True, sure=state.is_meant(token, base))
         self.may_raise(failing)
         return OTHERS
 
     def member(self, base: Values, node: ast.Attribute, state: State, *, called: bool = False) -> Values:
         """Values of an attribute of ``base``."""
-        found: set[Value] = set()
-        for value in sorted(base, key=repr):
-            if isinstance(value, Res):
-                found |= self._of_reservation(value.token, node, state, called=called)
-            else:
-                self.look(frozenset({value}), state)
-                found.add(OTHER)
-        return frozenset(found)
+        tokens = tokens_of(base)
+        self.look(base, state)
+        if tokens and node.attr in {"ok", "error"}:
+            for token in tokens:
+                self.checked(token)
+            return self.said(tokens, base, state, positive=node.attr == "ok")
+        for token in tokens:
+            self._use_of_member(token, node, state, called=called)
+        return OTHERS
 
-    def _of_reservation(self, token: int, node: ast.Attribute, state: State, *, called: bool) -> set[Value]:
+    def _use_of_member(self, token: int, node: ast.Attribute, state: State, *, called: bool) -> None:
         name = node.attr
-        if name in {"ok", "error"}:
-            self.checked(token)
-            return {Verdict(frozenset({token}), name == "ok")}
         if name == "value":
             self.take(token, node, "used by its `.value`", state)
         elif name == "unwrap" and not called:
             self.hand_over(frozenset({Res(token)}), node, "handed over", state)
         elif name not in HARMLESS and not name.startswith("_"):
             self.take(token, node, f"used as if it were the memory (`.{name}`)", state)
-        return {OTHER}
 
     def attribute_of_class(self, node: ast.Attribute, state: State) -> Values | None:
         """Reservation that another method stored in ``self.r``."""

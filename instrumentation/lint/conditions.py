@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from typing import TYPE_CHECKING
 
 from instrumentation.lint.annotations import Kind, last_name
 from instrumentation.lint.names import Names, key_of
@@ -21,9 +20,6 @@ from instrumentation.lint.state import (
     merged,
     tokens_of,
 )  # fmt: skip
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 Decision = tuple[Values, State, State]
 
@@ -75,21 +71,26 @@ class Conditions(Names):
         true, false = state.copy(), state.copy()
         for value in values:
             if isinstance(value, Res):
-                self._learn([value.token], true, false, exact=True, alone=len(values) == 1)
+                verdict = Verdict(frozenset({value.token}), positive=True)
+                self._learn(
+                    verdict, true, false, alone=len(values) == 1, sure=state.is_meant(value.token, values)
+                )
             elif isinstance(value, Verdict):
+                # A name that may also hold something else need not be what this reservation said.
                 good, bad = (true, false) if value.positive else (false, true)
-                self._learn(value.tokens, good, bad, exact=value.exact, alone=len(values) == 1)
+                alone = len(values) == 1
+                self._learn(value, good, bad, alone=alone, sure=alone)
         if key in state.names and NONE in values:
             true.names[key] = values - {NONE}
         return true, false
 
-    def _learn(self, tokens: Iterable[int], good: State, bad: State, *, exact: bool, alone: bool) -> None:
-        for token in tokens:
+    def _learn(self, verdict: Verdict, good: State, bad: State, *, alone: bool, sure: bool) -> None:
+        for token in sorted(verdict.tokens):
             self.checked(token)
-            if not good.decide(token, good=True) and alone:
+            if not good.decide(token, good=True, sure=sure) and alone:
                 good.dead = True
             # One of several, or one that was perhaps never looked at: the other outcome says nothing.
-            if exact and not bad.decide(token, good=False) and alone:
+            if verdict.exact and not bad.decide(token, good=False, sure=sure) and alone:
                 bad.dead = True
 
     def _none_test(self, node: ast.Compare, state: State) -> Decision:
@@ -128,17 +129,24 @@ class Conditions(Names):
         }
         return frozenset(found) or OTHERS
 
-    def is_instance(self, values: Values, classes: ast.expr) -> Values:
+    def is_instance(self, values: Values, classes: ast.expr, state: State) -> Values:
         """Values of ``isinstance(v, classes)``."""
+        if any(isinstance(value, Verdict) and not value.positive for value in values):
+            return values  # isinstance(r.error, ReservationError)
         names = [last_name(name) for name in _alternatives(classes)]
         says_reservation = [self.file.module.types.get(name) is Kind.PLAIN for name in names]
-        found: set[Value] = set()
-        tells = all(says_reservation) or not any(says_reservation)
-        for value in values:
-            if isinstance(value, Verdict) and not value.positive:
-                found.add(value)  # isinstance(r.error, ReservationError)
-            elif tells and isinstance(value, Res) and self.file.tokens[value.token].kind is Kind.UNION:
-                found.add(Verdict(frozenset({value.token}), not any(says_reservation)))
+        unions = [t for t in tokens_of(values) if self.file.tokens[t].kind is Kind.UNION]
+        if any(says_reservation) and not all(says_reservation):
+            return OTHERS
+        return self.said(unions, values, state, positive=not any(says_reservation))
+
+    @staticmethod
+    def said(tokens: list[int], values: Values, state: State, *, positive: bool) -> Values:
+        """What an outcome says of those ``tokens`` that are among ``values``: of whichever is there."""
+        meant = frozenset(token for token in tokens if state.is_meant(token, values))
+        found: set[Value] = {Verdict(frozenset({token}), positive) for token in tokens if token not in meant}
+        if meant:
+            found.add(Verdict(meant, positive))
         return frozenset(found) or OTHERS
 
     def match_subject(self, values: Values, pattern: ast.pattern, state: State) -> tuple[State, State]:
@@ -172,7 +180,7 @@ class Conditions(Names):
         return state.copy(), state.copy()
 
     def _match_class(self, values: Values, pattern: ast.MatchClass, state: State) -> tuple[State, State]:
-        outcome = self.is_instance(values, pattern.cls)
+        outcome = self.is_instance(values, pattern.cls, state)
         matched, missed = self.narrow(outcome, state)
         tokens = tokens_of(values)
         is_reservation = self.file.module.types.get(last_name(pattern.cls)) is Kind.PLAIN
@@ -181,7 +189,7 @@ class Conditions(Names):
         # Attributes are read in this order, each only when those before it match.
         for name, sub in zip(pattern.kwd_attrs, pattern.kwd_patterns, strict=True):
             if name in _VERDICTS and tokens:
-                said = frozenset(Verdict(frozenset({token}), _VERDICTS[name]) for token in tokens)
+                said = self.said(tokens, values, matched, positive=_VERDICTS[name])
                 matched, also_missed = self.match_subject(said, sub, matched)
                 missed = merged(missed, also_missed)
                 continue

@@ -15,7 +15,6 @@ from instrumentation.lint.state import (
     UNCHECKED,
     Bag,
     Maker,
-    Res,
     State,
     Values,
     Verdict,
@@ -164,11 +163,7 @@ class Expressions(Calls):
     def capture(self, names: Iterable[str], state: State) -> None:
         """Hand over what a nested function reads."""
         for name in sorted(names):
-            values = state.names.get(name, OTHERS)
-            self.look(values, state)
-            for token in tokens_of(values):
-                self.file.tokens[token].taken = True
-                state.see(token)
+            self.discharge(state.names.get(name, OTHERS), state)
 
     def set_name(self, key: str, values: Values, state: State, *, local: bool = True) -> None:
         """Bind a name; a nested function that reads it may run from now on."""
@@ -220,10 +215,8 @@ class Expressions(Calls):
     def hand_over_result(self, values: Values, state: State) -> None:
         """Return or yield: the duty to look is the caller's."""
         for token in tokens_of(values):
-            self.file.tokens[token].taken = True
             self.checked(token)
-            state.see(token)
-        self.look(values, state)
+        self.discharge(values, state)
 
     def _comprehension(self, node: ast.expr, state: State) -> Values:
         results = [node.key, node.value] if isinstance(node, ast.DictComp) else [getattr(node, "elt")]  # noqa: B009

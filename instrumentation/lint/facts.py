@@ -88,9 +88,10 @@ class Facts:
 
     @property
     def of_interest(self) -> frozenset[str]:
-        """Identifiers without which a file has nothing to do with reservations."""
+        """Identifiers without which source has nothing to do with reservations."""
         made = {name for name, functions in self.functions.items() if any(f.kind.holds for f in functions)}
-        return self.reserving | made | self.types.keys()
+        held = {name for classes in self.classes.values() for owner in classes for name in owner.reservations}
+        return self.reserving | made | held | self.types.keys()
 
     def infer(self, function: Function, kind: Kind) -> None:
         """Note what a body returns."""

@@ -57,6 +57,8 @@ class FileContext:
     source: Source
     facts: Facts
     module: Module
+    #: identifiers without which a function has nothing to do with reservations
+    interesting: frozenset[str]
     tokens: list[Token] = field(default_factory=list)
     index: dict[tuple[int, str], int] = field(default_factory=dict)
     #: at most one message for each node
@@ -119,6 +121,7 @@ class Names:
             return frozenset({Bag(bag)})
         token = self.token(node, "made", what, kind)
         before = state.condition(token)
+        state.renew(token)
         if before != ABSENT:
             if state.held_elsewhere(token, ""):
                 previous = self.token(node, "previous", what, kind)
@@ -165,21 +168,24 @@ class Names:
 
     def hand_over(self, values: Values, node: Located, use: str, state: State) -> None:
         """Pass values on: the duty to look goes with them."""
-        for value in sorted(values, key=repr):
-            if isinstance(value, Res):
-                if self.file.tokens[value.token].kind is Kind.UNION:
-                    self.take(value.token, node, use, state)
-                self.file.tokens[value.token].taken = True
-                state.see(value.token)
-            elif isinstance(value, Verdict):
-                self.look(frozenset({value}), state)
+        for token in tokens_of(values):
+            if self.file.tokens[token].kind is Kind.UNION:
+                self.take(token, node, use, state)
+        self.discharge(values, state)
+
+    def discharge(self, values: Values, state: State) -> None:
+        """End this scope's duty to look."""
+        for token in tokens_of(values):
+            self.file.tokens[token].taken = True
+            state.see(token, sure=state.is_meant(token, values))
+        self.look(values, state)
 
     def look(self, values: Values, state: State) -> None:
         """Use outcomes otherwise than as a condition: looked at, though nothing follows here."""
         for value in values:
             if isinstance(value, Verdict):
                 for token in value.tokens:
-                    state.see(token)
+                    state.see(token, sure=value.exact and len(values) == 1)
                     self.checked(token)
 
     def checked(self, token: int) -> None:
@@ -191,6 +197,7 @@ class Names:
     def element(self, bag: Bag, node: Located, state: State, role: str = "element") -> Values:
         """An element of a container, under a token of its own."""
         token = self.token(node, role, f"an element of {self.what(bag.token)}")
+        state.renew(token)
         state.conditions[token] = state.condition(bag.token) & ~ABSENT or SEEN
         return frozenset({Res(token)})
 
@@ -208,18 +215,19 @@ class Names:
 
     def set_name(self, key: str, values: Values, state: State, *, local: bool = True) -> None:
         """Bind ``r``, ``self.r`` or ``rs[0]``; report what it held, if nobody looked at it."""
-        for token in tokens_of(state.names.get(key, OTHERS)):
-            if Res(token) not in values and not state.held_elsewhere(token, key):
+        before = state.names.get(key, OTHERS)
+        for token in tokens_of(before):
+            stays = Res(token) in values and (len(values) == 1 or values == before)
+            if not stays and not state.held_elsewhere(token, key):
                 if state.condition(token) & UNCHECKED:
                     self.lose(token, state, f"can be overwritten in `{key}` before a check")
-                # What no name has any more must not speak for what this path binds instead.
-                state.conditions[token] = ABSENT
+                if Res(token) not in values:
+                    # What no name has any more must not speak for what this path binds instead.
+                    state.conditions[token] = ABSENT
         for name in [name for name in state.names if not name.isidentifier() and key in parts(name)]:
             del state.names[name]
         if key in self.outer or not local:
-            for token in tokens_of(values):
-                self.file.tokens[token].taken = True
-                state.see(token)
+            self.discharge(values, state)
         state.names[key] = values
 
     def forget_name(self, key: str, state: State) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: frames for one file; a chain of 500 ``elif`` needs about 3000
 _FRAMES = 8000
 #: a wrapper of a wrapper of a reserving function takes one more turn
-_TURNS = 10
+_TURNS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def lint_paths(paths: Iterable[str | Path], *, reserving: Iterable[str] = ()) ->
     read = [sources.read(path) for path in sources.discover(paths)]
     files = [source for source in read if isinstance(source, Source)]
     failed = [report for report in read if isinstance(report, Report)]
-    return Result(tuple(sorted([*failed, *_lint(files, reserving)])), len(files))
+    return Result(tuple(sorted([*failed, *lint_sources(files, reserving)])), len(files))
 
 
 def lint_source(text: str | bytes, *, path: str = "<text>", reserving: Iterable[str] = ()) -> Result:
@@ -57,10 +57,11 @@ def lint_source(text: str | bytes, *, path: str = "<text>", reserving: Iterable[
     source = sources.parse(text.encode() if isinstance(text, str) else text, path)
     if isinstance(source, Report):
         return Result((source,), 0)
-    return Result(tuple(sorted(_lint([source], reserving))), 1)
+    return Result(tuple(sorted(lint_sources([source], reserving))), 1)
 
 
-def _lint(files: list[Source], reserving: Iterable[str]) -> list[Report]:
+def lint_sources(files: list[Source], reserving: Iterable[str] = ()) -> list[Report]:
+    """Lint files that were parsed."""
     facts = Facts(files, reserving)
     reports: list[Report] = []
     contexts: list[FileContext] = []
@@ -70,7 +71,7 @@ def _lint(files: list[Source], reserving: Iterable[str]) -> list[Report]:
         reports, contexts = [], []
         for source in files:
             if source.mentions & interesting:
-                context = FileContext(source, facts, facts.modules[source.path])
+                context = FileContext(source, facts, facts.modules[source.path], interesting)
                 try:
                     _analyse(context)
                 except RecursionError:

@@ -11,6 +11,7 @@ from instrumentation.lint.expressions import free_names
 from instrumentation.lint.flow import Flow
 from instrumentation.lint.resolve import Resolver
 from instrumentation.lint.simple import NOTHING_HOLDS
+from instrumentation.lint.sources import identifiers
 from instrumentation.lint.state import (
     ABSENT,
     FAILED,
@@ -101,12 +102,16 @@ class Scope(Flow):
         return state
 
     def _run_function(self, node: FunctionNode, owner: Class | None, around: State) -> None:
-        if _is_stub(node):
+        held = {name for name, values in around.names.items() if values != OTHERS}
+        if _is_stub(node) or not (self.file.interesting | held).intersection(identifiers(node)):
             return
         start = State()
         for name, values in around.names.items():
             start.names[name] = values
         start.conditions = dict(around.conditions)
+        for token in start.unchecked():
+            # The duty to look at it stays outside.
+            start.see(token)
         inner = Scope(self.file, node, owner)
         arguments = node.args
         every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]

@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from instrumentation.lint.annotations import Kind, classify
+from instrumentation.lint.annotations import Kind, classify, last_name
 from instrumentation.lint.conditions import is_none
 from instrumentation.lint.expressions import Expressions
 from instrumentation.lint.names import key_of
@@ -233,4 +233,4 @@ class SimpleStatements(Expressions):
 
 
 def _says_anything(annotation: ast.expr) -> bool:
-    return isinstance(annotation, ast.Name) and annotation.id in {"Any", "object"}
+    return last_name(annotation) in {"Any", "object"}

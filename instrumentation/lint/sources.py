@@ -97,7 +97,7 @@ def parse(data: bytes, path: str) -> Source | Report:
             tree = ast.parse(data, path)
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         text = data.decode(encoding)
-        mentions = frozenset(_identifiers(tree))
+        mentions = frozenset(identifiers(tree))
     except SyntaxError as error:
         line, column = max(error.lineno or 1, 1), max(error.offset or 1, 1)
         return Report(path, line, column, UNREADABLE, f"cannot be parsed: {error.msg}")
@@ -125,7 +125,8 @@ def _suppressions(text: str) -> dict[int, str]:
     return found
 
 
-def _identifiers(tree: ast.AST) -> Iterator[str]:
+def identifiers(tree: ast.AST) -> Iterator[str]:
+    """Names and attributes in a tree, and the words of short texts, which may be annotations."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             yield node.id
@@ -134,5 +135,4 @@ def _identifiers(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.alias):
             yield node.name.rpartition(".")[2]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 200:
-            # Annotations may be text.
             yield from re.findall(r"\w+", node.value)

