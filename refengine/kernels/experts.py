@@ -102,10 +102,15 @@ def mul_mat_experts(quantisation: GGMLQuantizationType) -> Kernel:
         part = min(used, x.shape[1] - 1)
         weight_row = index[row, used] * y.shape[2] + out
         own = float32(0.0)
-        for b in range((x.shape[2] + 31) // 32):
-            at = b * 32 + lane
+        n_blocks = x.shape[2] // 32
+        for b in range(n_blocks):
+            own = cuda.fma(
+                weight(codes, halves, words, weight_row, b, lane), x[row, part, b * 32 + lane], own
+            )
+        if n_blocks * 32 < x.shape[2]:
+            at = n_blocks * 32 + lane
             v = x[row, part, at] if at < x.shape[2] else float32(0.0)
-            own = cuda.fma(weight(codes, halves, words, weight_row, b, lane), v, own)
+            own = cuda.fma(weight(codes, halves, words, weight_row, n_blocks, lane), v, own)
         total = warp_sum(own)
         if lane == 0:
             y[row, used, out] = total

@@ -326,3 +326,12 @@ def test_options_do_not_change_a_bit(**options):
     with loaded("qwen35", **options) as engine:
         engine.generate(PROMPTS[1].tolist(), n_predict=2, temperature=0)
         assert same_bits(engine.logits(PROMPTS[0].tolist()), reference("qwen35")[0])
+
+
+def test_experts_lie_one_under_the_other_and_short_rows_are_filled_up(experts: World):
+    matrix = experts.weights.matrices["blk.0.ffn_down_exps.weight"]
+    assert (matrix.n_out, matrix.n_in) == (6 * 64, 64)  # rows of 48 weights in the file
+    gate = experts.weights.matrices["blk.0.ffn_gate_inp_shexp.weight"]
+    assert (gate.n_out, gate.n_in) == (1, 64)
+    assert experts.weights.vectors["blk.0.ssm_conv1d.weight"].shape == (128, 4)
+    assert not any(name.startswith("blk.4.") for name in experts.weights.matrices | experts.weights.vectors)
