@@ -101,7 +101,10 @@ def _plan_table(memory: MemoryPlan) -> str:
     rows.append(("total", "", str(sum(a.buffers for a in memory.arenas)), *(f"{n:,}" for n in totals)))
     rows.append(("", "", "", *(count_bytes(n) for n in totals)))
     header = ("owner", "arena", "buffers", "bytes used", "reserved, off", "reserved, guard")
-    return f"{facts}\n{_table(header, rows, right={2, 3, 4, 5})}"
+    table = f"{facts}\n{_table(header, rows, right={2, 3, 4, 5})}"
+    if memory.not_loaded:
+        table += f"\nnot loaded: {len(memory.not_loaded)} tensors of the MTP block, which is not built yet"
+    return table
 
 
 def _table(
@@ -141,6 +144,7 @@ def _plan_as_json(memory: MemoryPlan) -> dict[str, Any]:
     return {
         "settings": dataclasses.asdict(memory.settings),
         "arenas": [dataclasses.asdict(arena) | {"owner": str(arena.owner)} for arena in memory.arenas],
+        "not_loaded": list(memory.not_loaded),
         "payload": memory.payload,
         "off": memory.total(Level.OFF),
         "guard": memory.total(Level.GUARD),

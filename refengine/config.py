@@ -11,12 +11,19 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from refengine.errors import ModelFileError, UnsupportedModelError
+from refengine.config_qwen35 import (
+    ExpertConfig,
+    HybridConfig,
+    check_hybrid_tensors,
+    hybrid_tensors,
+    mtp_tensors,
+)
 from refengine.gguf_values import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from refengine.errors import ModelFileError, UnsupportedModelError
     from refengine.gguf_file import GGUFFile
 
 RopePairing: TypeAlias = Literal["norm", "neox"]
@@ -38,11 +45,15 @@ class Architecture:
     rope_pairing: RopePairing
     qk_norm: bool
     rope_freqs: bool  # may the file divide each RoPE frequency by a factor (Llama 3)
+    hybrid: bool = False  # gated delta nets between the attention layers
+    experts: bool = False
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(rope_pairing="norm", qk_norm=False, rope_freqs=True),
     "qwen3": Architecture(rope_pairing="neox", qk_norm=True, rope_freqs=False),
+    "qwen35": Architecture(rope_pairing="neox", qk_norm=True, rope_freqs=False, hybrid=True),
+    "qwen35moe": Architecture(rope_pairing="neox", qk_norm=True, rope_freqs=False, hybrid=True, experts=True),
 }
 
 
@@ -52,6 +63,8 @@ class ModelConfig:
 
     ``rope_pairing``: ``norm`` rotates elements 2i and 2i+1 of a head together, ``neox`` i and i + n_rot/2.
     ``rope_scaling``: ``linear`` multiplies positions by ``rope_freq_scale``; ``none`` has 1.0.
+    ``n_layer`` does not count the MTP block of a hybrid model. ``n_ff`` of a model with experts is what the file
+    says, or the width of its shared expert; layers have ``experts.n_ff`` and ``experts.n_ff_shared``.
     """
 
     architecture: str
@@ -74,6 +87,8 @@ class ModelConfig:
     rope_freq_scale: float = 1.0
     rope_freqs: bool = False  # the file has rope_freqs.weight, a divisor per frequency
     tied_embeddings: bool = False  # the file has no output.weight: token_embd.weight serves
+    hybrid: HybridConfig | None = None  # None: every layer attends
+    experts: ExpertConfig | None = None  # None: every feed-forward is dense
 
     def __post_init__(self) -> None:
         sizes = (
@@ -92,6 +107,19 @@ class ModelConfig:
         positive = (self.rope_base, self.rms_eps, self.attention_scale, self.rope_freq_scale)
         if not all(math.isfinite(value) and value > 0 for value in positive):
             raise ValueError(f"{self}: want rope_base, rms_eps and the scales finite and above 0")
+        if self.hybrid is not None and len(self.hybrid.recurrent) != self.n_layer:
+            raise ValueError(f"{self}: want as many kinds of layers as layers")
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that attend, which are those that have a KV cache."""
+        hybrid = self.hybrid
+        return tuple(i for i in range(self.n_layer) if hybrid is None or not hybrid.recurrent[i])
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that have a recurrent state."""
+        return () if self.hybrid is None else tuple(i for i, r in enumerate(self.hybrid.recurrent) if r)
 
     @property
     def n_embd_q(self) -> int:
@@ -113,10 +141,10 @@ class ModelConfig:
         arch = gguf.architecture
         entry = ARCHITECTURES.get(arch)
         if entry is None:
-            raise _unsupported(
-                gguf, f"architecture '{printable(arch)}'", f"want one of {', '.join(ARCHITECTURES)}"
+            raise gguf.unsupported(
+                f"architecture '{printable(arch)}'", f"want one of {', '.join(ARCHITECTURES)}"
             )
-        _refuse_unsupported_keys(gguf, arch)
+        _refuse_unsupported_keys(gguf, arch, experts=entry.experts)
         n_layer = gguf.get_int(f"{arch}.block_count", minimum=1, maximum=MAX_LAYERS)
         n_embd = gguf.get_int(f"{arch}.embedding_length", minimum=1, maximum=MAX_WIDTH)
         n_head = _uniform(gguf, f"{arch}.attention.head_count", n_layer, None, MAX_HEADS)
@@ -128,16 +156,23 @@ class ModelConfig:
             )
         head_dim = _head_dim(gguf, arch, n_embd, n_head)
         rope_scaling, rope_freq_scale = _rope_scaling(gguf, arch)
+        n_rot = _n_rot(gguf, arch, head_dim)
+        hybrid = HybridConfig.from_gguf(gguf, n_layer, n_rot) if entry.hybrid else None
+        n_ff_key = f"{arch}.feed_forward_length"
+        n_ff = None
+        if not entry.experts or n_ff_key in gguf.metadata:
+            n_ff = _uniform(gguf, n_ff_key, n_layer, None, MAX_FF)
+        experts = ExpertConfig.from_gguf(gguf, n_ff, MAX_FF) if entry.experts else None
         return cls(
             architecture=arch,
             name=gguf.get_str("general.name", ""),
-            n_layer=n_layer,
+            n_layer=n_layer if hybrid is None else len(hybrid.recurrent),
             n_embd=n_embd,
-            n_ff=_uniform(gguf, f"{arch}.feed_forward_length", n_layer, None, MAX_FF),
+            n_ff=n_ff or (experts.n_ff_shared if experts is not None else 0),
             n_head=n_head,
             n_head_kv=n_head_kv,
             head_dim=head_dim,
-            n_rot=_n_rot(gguf, arch, head_dim),
+            n_rot=n_rot,
             rope_base=_positive(gguf, f"{arch}.rope.freq_base", 10000.0, 1e15),
             rope_pairing=entry.rope_pairing,
             rms_eps=_positive(gguf, f"{arch}.attention.layer_norm_rms_epsilon", None, 1.0),
@@ -149,32 +184,28 @@ class ModelConfig:
             rope_freq_scale=rope_freq_scale,
             rope_freqs=entry.rope_freqs and "rope_freqs.weight" in gguf.tensors,
             tied_embeddings="output.weight" not in gguf.tensors,
+            hybrid=hybrid,
+            experts=experts,
         )
 
 
-def _unsupported(gguf: GGUFFile, field: str, problem: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{printable(str(gguf.path), 4096)}: {field}: not supported; {problem}")
-
-
-def _refuse_unsupported_keys(gguf: GGUFFile, arch: str) -> None:
+def _refuse_unsupported_keys(gguf: GGUFFile, arch: str, *, experts: bool) -> None:
     n_split = gguf.get_int("split.count", 1)
     if n_split > 1:
-        raise _unsupported(gguf, "key 'split.count'", f"one of {n_split} parts; merge them into one file")
+        raise gguf.unsupported("key 'split.count'", f"one of {n_split} parts; merge them into one file")
     for key in (f"{arch}.expert_count", f"{arch}.expert_used_count"):
-        n_expert = gguf.get_int(key, 0)
+        n_expert = 0 if experts else gguf.get_int(key, 0)
         if n_expert:
-            raise _unsupported(gguf, f"key '{key}'", f"is {n_expert}: mixture of experts; want 0")
+            raise gguf.unsupported(f"key '{key}'", f"is {n_expert}: mixture of experts; want 0")
     if not gguf.get_bool(f"{arch}.attention.causal", default=True):
-        raise _unsupported(
-            gguf, f"key '{arch}.attention.causal'", "is false: an encoder; want a causal model"
-        )
+        raise gguf.unsupported(f"key '{arch}.attention.causal'", "is false: an encoder; want a causal model")
 
 
 def _uniform(gguf: GGUFFile, key: str, n_layer: int, default: int | None, maximum: int) -> int:
     values = set(gguf.get_layer_ints(key, n_layer, default, minimum=1, maximum=maximum))
     if len(values) > 1:
         seen = f"differs between layers, {min(values)} to {max(values)}"
-        raise _unsupported(gguf, f"key '{key}'", f"{seen}; want one value for all layers")
+        raise gguf.unsupported(f"key '{key}'", f"{seen}; want one value for all layers")
     return values.pop()
 
 
@@ -196,7 +227,7 @@ def _head_dim(gguf: GGUFFile, arch: str, n_embd: int, n_head: int) -> int:
     value_key = f"{arch}.attention.value_length"
     value_dim = gguf.get_int(value_key, head_dim, minimum=1, maximum=MAX_HEAD_DIM)
     if value_dim != head_dim:
-        raise _unsupported(gguf, f"key '{value_key}'", f"is {value_dim}; want key_length {head_dim}")
+        raise gguf.unsupported(f"key '{value_key}'", f"is {value_dim}; want key_length {head_dim}")
     return head_dim
 
 
@@ -213,11 +244,11 @@ def _rope_scaling(gguf: GGUFFile, arch: str) -> tuple[Literal["none", "linear"],
     key = f"{arch}.rope.scaling.type"
     kind = gguf.get_str(key, "linear")
     if kind not in {"none", "linear"}:
-        raise _unsupported(gguf, f"key '{key}'", f"is '{printable(kind)}'; want none or linear")
+        raise gguf.unsupported(f"key '{key}'", f"is '{printable(kind)}'; want none or linear")
     attn_key = f"{arch}.rope.scaling.attn_factor"
     attn_factor = gguf.get_float(attn_key, 1.0)
     if attn_factor != 1.0:
-        raise _unsupported(gguf, f"key '{attn_key}'", f"is {attn_factor}; want 1.0")
+        raise gguf.unsupported(f"key '{attn_key}'", f"is {attn_factor}; want 1.0")
     factor = 0.0
     for factor_key in (f"{arch}.rope.scale_linear", f"{arch}.rope.scaling.factor"):  # the later name wins
         factor = gguf.get_float(factor_key, factor, minimum=0.0, maximum=1e6)
@@ -246,7 +277,7 @@ def _n_vocab(gguf: GGUFFile, arch: str) -> int:
     return n_tokens
 
 
-def _tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+def _trunk_tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     n_embd, n_ff = config.n_embd, config.n_ff
     yield "token_embd.weight", (config.n_vocab, n_embd)
     yield "output_norm.weight", (n_embd,)
@@ -254,6 +285,9 @@ def _tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
         yield "output.weight", (config.n_vocab, n_embd)
     if config.rope_freqs:
         yield "rope_freqs.weight", (config.n_rot // 2,)
+    if config.hybrid is not None:
+        yield from hybrid_tensors(config, config.hybrid)
+        return
     for layer in range(config.n_layer):
         block = f"blk.{layer}"
         yield f"{block}.attn_norm.weight", (n_embd,)
@@ -270,6 +304,17 @@ def _tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
         yield f"{block}.ffn_down.weight", (n_embd, n_ff)
 
 
+def _tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    yield from _trunk_tensors(config)
+    if config.hybrid is not None:
+        yield from mtp_tensors(config, config.hybrid)
+
+
+def loaded_tensors(config: ModelConfig) -> dict[str, Shape]:
+    """Those of ``expected_tensors`` that the engine computes with: all but the MTP block's, which is not built yet."""
+    return dict(_trunk_tensors(config))
+
+
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
     """Name -> shape, in C order, of the tensors that a file of this configuration has: these and no more."""
     return dict(_tensors(config))
@@ -281,6 +326,8 @@ def check_tensors(gguf: GGUFFile, config: ModelConfig) -> None:
     Raises ModelFileError for a tensor that is missing, misshapen or of a layer that the model does not have,
     UnsupportedModelError for one that this engine would have to ignore: biases, experts, adapters.
     """
+    if config.hybrid is not None:
+        check_hybrid_tensors(gguf, config, config.hybrid)
     used = set()
     for name, wanted in _tensors(config):  # one by one: a wrong block_count ends at the first missing layer
         info = gguf.tensors.get(name)
@@ -303,8 +350,9 @@ def _squeezed(shape: Shape) -> Shape:
 def _unused_tensor(gguf: GGUFFile, name: str, config: ModelConfig) -> ModelFileError | UnsupportedModelError:
     field = f"tensor '{printable(name)}'"
     block = re.match(r"blk\.([0-9]+)\.", name)
-    if block and int(block[1]) >= config.n_layer:
-        wanted = f"want layers 0 to {config.n_layer - 1}, as {config.architecture}.block_count says"
+    n_layer = config.n_layer + (config.hybrid.n_nextn if config.hybrid is not None else 0)
+    if block and int(block[1]) >= n_layer:
+        wanted = f"want layers 0 to {n_layer - 1}, as {config.architecture}.block_count says"
         return gguf.error(field, f"is of layer {block[1]}; {wanted}")
     if re.search(r"_exps|_shexp|ffn_gate_inp|\.ffn_(gate|up|down)\.[0-9]+\.", name):
         problem = "a tensor of a mixture of experts"
@@ -312,6 +360,4 @@ def _unused_tensor(gguf: GGUFFile, name: str, config: ModelConfig) -> ModelFileE
         problem = "a bias"
     else:
         problem = "an unknown tensor"
-    return _unsupported(
-        gguf, field, f"{problem}, which architecture '{config.architecture}' would ignore here"
-    )
+    return gguf.unsupported(field, f"{problem}, which architecture '{config.architecture}' would ignore here")

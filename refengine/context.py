@@ -21,6 +21,7 @@ from refengine.graph import BatchShape, ContextShape
 from refengine.kernels.attention import PAGE, SPAN
 from refengine.kernels.rope import rope_tables
 from refengine.memory.kv_cache import CacheShape, KVCache
+from refengine.memory.recurrent_state import RecurrentShape, RecurrentState
 
 if TYPE_CHECKING:
     from instrumentation.allocator import Allocator
@@ -50,13 +51,18 @@ class DecodeStatus(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens to compute, each at a position of a sequence. All arrays [n_tokens]."""
+    """Tokens to compute, each at a position of a sequence. All arrays [n_tokens].
+
+    For a model with recurrent layers the rows of a sequence must be consecutive.
+    """
 
     tokens: npt.NDArray[np.int32]
     position: npt.NDArray[np.int32]
     sequence: npt.NDArray[np.int32]
     #: whose logits are wanted
     outputs: npt.NDArray[np.bool_]
+    #: whether the hidden states of those rows are wanted too
+    hidden: bool = False
 
     def __post_init__(self) -> None:
         shape = (len(self.tokens),)
@@ -67,14 +73,14 @@ class Batch:
         assert self.outputs.dtype == np.bool_, self
 
     @classmethod
-    def of(cls, tokens: Any, start: int, sequence: int, outputs: str) -> Batch:
+    def of(cls, tokens: Any, start: int, sequence: int, outputs: str, *, hidden: bool = False) -> Batch:
         """Consecutive tokens of one sequence from position ``start``; outputs ``"all"``, ``"last"`` or ``"none"``."""
         ids = np.asarray(tokens, np.int32)
         wanted = np.full(len(ids), outputs == "all")
         if outputs == "last":
             wanted[-1] = True
         position = np.arange(start, start + len(ids), dtype=np.int32)
-        return cls(ids, position, np.full(len(ids), sequence, np.int32), wanted)
+        return cls(ids, position, np.full(len(ids), sequence, np.int32), wanted, hidden)
 
 
 @dataclass(frozen=True)
@@ -118,12 +124,28 @@ class ContextSettings:
 def cache_shape(config: ModelConfig, settings: ContextSettings) -> CacheShape:
     """KV cache of a model in a context."""
     return CacheShape(
-        n_layer=config.n_layer,
+        n_layer=len(config.attention_layers),
         n_head_kv=config.n_head_kv,
         head_dim=config.head_dim,
         n_ctx=settings.n_ctx,
         n_sequences=settings.n_sequences,
         type=settings.cache_type,
+    )
+
+
+def recurrent_shape(config: ModelConfig, settings: ContextSettings) -> RecurrentShape | None:
+    """Recurrent state of a model in a context; None for a model without."""
+    hybrid = config.hybrid
+    if hybrid is None:
+        return None
+    return RecurrentShape(
+        layers=config.recurrent_layers,
+        n_head=hybrid.n_value_head,
+        state_size=hybrid.state_size,
+        n_channels=hybrid.n_channels,
+        n_taps=hybrid.n_taps,
+        n_sequences=settings.n_sequences,
+        n_rs_seq=0,
     )
 
 
@@ -164,8 +186,20 @@ class Context:
             undo.callback(self.stream.destroy)
             self.cache = KVCache(allocator, cache_shape(config, settings), self.owner)
             undo.callback(self.cache.release)
+            #: None for a model without recurrent layers
+            self.states: RecurrentState | None = None
+            shape = recurrent_shape(config, settings)
+            if shape is not None:
+                self.states = RecurrentState(allocator, shape, self.owner)
+                undo.callback(self.states.release)
             rotary = self._load_rotary(allocator, weights, undo)
-            operations = Operations(weights, self.cache.layers, settings.cache_type, rotary)
+            operations = Operations(
+                weights,
+                dict(zip(config.attention_layers, self.cache.layers, strict=True)),
+                self.states.layers if self.states is not None else {},
+                settings.cache_type,
+                rotary,
+            )
             self.executor = Executor(
                 allocator, self.stream, self.owner, graph_builder(config, settings), operations,
                 capture=settings.capture,
@@ -175,8 +209,13 @@ class Context:
             self._undo = undo.pop_all()
         #: logits of the last decode's wanted rows, float32 [n_outputs, n_vocab]
         self.logits: npt.NDArray[np.float32] = np.empty((0, config.n_vocab), np.float32)
+        #: final-normed hidden states of the same rows, float32 [n_outputs, n_embd]; no rows unless asked for
+        self.hidden: npt.NDArray[np.float32] = np.empty((0, config.n_embd), np.float32)
         #: what the last decode failed with
         self.error: Exception | None = None
+        #: sequences that the last decode had to forget: compute them again from position 0
+        self.forgotten: tuple[int, ...] = ()
+        self._is_running = False
 
     def _load_rotary(self, allocator: Allocator, weights: Weights, undo: ExitStack) -> tuple[View, View]:
         config, settings = self.config, self.settings
@@ -210,9 +249,13 @@ class Context:
         """Compute a batch; positions of a sequence must follow what its cache holds.
 
         On ``OK`` ``logits`` has a row for each wanted token, in batch order. On anything else the cache is as it
-        was before the call, and ``error`` says why.
+        was before the call, and ``error`` says why; but recurrent states are overwritten as they are computed, so for
+        a model that has them the sequences of a batch that failed while it ran are forgotten whole: their length is
+        0, ``forgotten`` lists them, and the caller computes them again.
         """
         self.error = None
+        self.forgotten = ()
+        self._is_running = False
         if not self._is_valid(batch):
             return DecodeStatus.INVALID_BATCH
         counts = Counter(batch.sequence.tolist())
@@ -226,9 +269,51 @@ class Context:
             done = status == DecodeStatus.OK
         finally:
             if not done:
-                for s, length in before.items():
-                    self.cache.truncate(s, length)
+                self._undo_batch(before)
         return status
+
+    def _undo_batch(self, before: dict[int, int]) -> None:
+        if self.states is None or not self._is_running:
+            for s, length in before.items():
+                self.cache.truncate(s, length)
+            return
+        for s in before:
+            self.remove(s)
+        self.forgotten = tuple(before)
+        lost = f"recurrent states were being written: sequences {sorted(before)} are forgotten; compute them again"
+        if self.error is not None:
+            self.error.add_note(lost)
+        log.warning("recurrent states lost", owner=str(self.owner), sequences=sorted(before))
+
+    def remove(self, sequence: int) -> None:
+        """Forget a sequence."""
+        self.cache.remove(sequence)
+        if self.states is not None:
+            self.states.clear(sequence)
+
+    def truncate(self, sequence: int, length: int) -> bool:
+        """Keep the first ``length`` positions of a sequence; False, and nothing changes, when that cannot be done.
+
+        Recurrent states go back to 0, or as far as ``RecurrentState.rollback`` can.
+        """
+        if length == 0:
+            self.remove(sequence)
+            return True
+        if self.states is not None and not self.states.rollback(
+            sequence, self.cache.length(sequence) - length
+        ):
+            return False
+        self.cache.truncate(sequence, length)
+        return True
+
+    def check_integrity(self) -> None:
+        """The books of the cache and the states hold and agree. Raises AssertionError: a bug here."""
+        self.cache.check_integrity()
+        if self.states is not None:
+            self.states.check_integrity()
+            for s in range(self.settings.n_sequences):
+                lengths = self.cache.length(s), self.states.length(s)
+                assert lengths[0] == lengths[1], f"sequence {s}: cache and state have seen {lengths} tokens"
 
     def _is_valid(self, batch: Batch) -> bool:
         if not 1 <= len(batch.tokens) <= self.settings.n_batch:
@@ -243,16 +328,25 @@ class Context:
             follows = np.array_equal(position, np.arange(start, start + len(position)))
             if not follows or start + len(position) > self.settings.n_ctx:
                 return False
+        if self.states is not None:
+            n_runs = 1 + int(np.count_nonzero(np.diff(batch.sequence)))
+            return n_runs == len(np.unique(batch.sequence))
         return True
 
     def _run_all(self, batch: Batch) -> DecodeStatus:
         n_outputs = int(batch.outputs.sum())
         self.logits = np.empty((n_outputs, self.config.n_vocab), np.float32)
+        self.hidden = np.empty((n_outputs if batch.hidden else 0, self.config.n_embd), np.float32)
         start = filled = 0
         while start < len(batch.tokens):
             stop = self._micro_batch_end(batch, start)
             rows = np.flatnonzero(batch.outputs[start:stop]).astype(np.int32)
-            status = self._run(batch, start, stop, rows, self.logits[filled : filled + len(rows)])
+            outputs: dict[str, npt.NDArray[Any]] = {}
+            if len(rows):
+                outputs["result_output"] = self.logits[filled : filled + len(rows)]
+                if batch.hidden:
+                    outputs["result_norm"] = self.hidden[filled : filled + len(rows)]
+            status = self._run(batch, start, stop, rows, outputs)
             if status != DecodeStatus.OK:
                 return status
             start, filled = stop, filled + len(rows)
@@ -269,7 +363,7 @@ class Context:
         start: int,
         stop: int,
         rows: npt.NDArray[np.int32],
-        logits: npt.NDArray[np.float32],
+        outputs: dict[str, npt.NDArray[Any]],
     ) -> DecodeStatus:
         n_spans = self.settings.n_spans(int(batch.position[start:stop].max()) + 1)
         executable = self.executor.prepare(BatchShape(stop - start, len(rows), n_spans))
@@ -285,12 +379,18 @@ class Context:
         }
         if len(rows):
             inputs["output_rows"] = rows
+        if self.states is not None:
+            inputs["segments"] = self.states.segments(sequence)
+        self._is_running = True
         try:
-            self.executor.run(executable, inputs, {"result_output": logits} if len(rows) else {})
+            self.executor.run(executable, inputs, outputs)
         except OutOfMemoryError as error:
             return self._failed(DecodeStatus.ALLOC_FAILED, "failed to reserve graph", error)
         except DeviceError as error:
             return self._failed(DecodeStatus.COMPUTE_FAILED, "failed to compute graph", error)
+        if self.states is not None:
+            for s, n_rows in Counter(sequence.tolist()).items():
+                self.states.commit(s, n_rows)
         return DecodeStatus.OK
 
     def _failed(self, status: DecodeStatus, event: str, error: Exception) -> DecodeStatus:

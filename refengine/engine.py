@@ -126,12 +126,27 @@ class Engine:
         """Logits after each token: float32 [n_tokens, n_vocab], from an empty cache. Raises ``RequestError``."""
         ids = self._check_tokens(tokens)
         out = np.empty((len(ids), self.config.n_vocab), np.float32)
+        self._teacher_forced(ids, out, hidden=False)
+        return out
+
+    def hidden(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Hidden states from which the logits after each token are made, after the final norm.
+
+        float32 [n_tokens, n_embd], from an empty cache. Raises ``RequestError``.
+        """
+        ids = self._check_tokens(tokens)
+        out = np.empty((len(ids), self.config.n_embd), np.float32)
+        self._teacher_forced(ids, out, hidden=True)
+        return out
+
+    def _teacher_forced(self, ids: list[int], out: npt.NDArray[np.float32], *, hidden: bool) -> None:
+        """Decode tokens from an empty cache; logits, or hidden states, of all of them into ``out``."""
         with self._sequence() as sequence:
             for start in range(0, len(ids), self.settings.n_batch):
                 part = ids[start : start + self.settings.n_batch]
-                self._decode(Batch.of(part, start, sequence, "all"))
-                out[start : start + len(part)] = self.context.logits
-        return out
+                self._decode(Batch.of(part, start, sequence, "all", hidden=hidden))
+                rows = self.context.hidden if hidden else self.context.logits
+                out[start : start + len(part)] = rows
 
     # --- generation
 
@@ -192,7 +207,7 @@ class Engine:
     def check_integrity(self) -> list[Finding]:
         """Verify guard bytes, quarantine and books now; returns what is new and keeps it in ``findings``."""
         with self._lock:
-            self.context.cache.check_integrity()
+            self.context.check_integrity()
             return self.allocator.check_integrity()
 
     def close(self) -> None:
@@ -259,7 +274,7 @@ class Engine:
     def _clear(self, sequence: int) -> None:
         with self._lock:
             self._require_open()
-            self.context.cache.remove(sequence)
+            self.context.remove(sequence)
 
     def _require_open(self) -> None:
         if self._closed:

@@ -35,7 +35,10 @@ class Operations:
     """What nodes name besides the graph's own tensors."""
 
     weights: Weights
-    caches: list[tuple[View, View]]
+    #: keys and values by layer
+    caches: Mapping[int, tuple[View, View]]
+    #: convolution history and matrices by layer
+    recurrent: Mapping[int, tuple[View, View]]
     cache_type: CacheType
     rotary: tuple[View, View]
 
@@ -43,13 +46,16 @@ class Operations:
         """The launch that a node stands for."""
         matrices = self.weights.matrices
         vectors = self.weights.vectors
+        named = {**node.tensors, **node.others}
+        layer = -1 if node.layer is None else node.layer
         operands = Operands(
-            tensors={role: views[name] for role, name in node.tensors.items()},
+            tensors={role: views[name] for role, name in named.items()},
             output=views[node.output] if node.output is not None else None,
             vectors={role: vectors[name] for role, name in node.weights.items() if name in vectors},
             matrices={role: matrices[name] for role, name in node.weights.items() if name in matrices},
             settings=node.settings,
-            cache=self.caches[node.layer] if node.layer is not None else None,
+            cache=self.caches.get(layer),
+            recurrent=self.recurrent.get(layer),
             cache_type=self.cache_type,
             rotary=self.rotary,
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from instrumentation.errors import BadInputError
+from refengine.errors import UnsupportedModelError
 from refengine.gguf_values import Field, Metadata, Scalar, file_error, printable
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ class TypedMetadata:
     def error(self, field: str, problem: str) -> ModelFileError:
         """Build an error of this file; the caller raises it."""
         return file_error(self.path, field, problem)
+
+    def unsupported(self, field: str, problem: str) -> UnsupportedModelError:
+        """Build the error of a sound file that this engine does not run; the caller raises it."""
+        return UnsupportedModelError(f"{printable(str(self.path), 4096)}: {field}: not supported; {problem}")
 
     def _default(self, key: str, default: _T | None, wanted: str) -> _T:
         if default is None:
@@ -133,6 +138,17 @@ class TypedMetadata:
             self._check_range(key, int(value.min()), minimum, maximum)
             self._check_range(key, int(value.max()), minimum, maximum)
         return [int(element) for element in value]
+
+    def get_bools(self, key: str, *, length: int) -> list[bool]:
+        """Return an array of ``length`` booleans; the key is required."""
+        value = (
+            self.metadata[key] if key in self.metadata else self._default(key, None, "an array of booleans")
+        )
+        if not isinstance(value, np.ndarray) or value.dtype != np.bool_:
+            raise self._wrong_type(key, "an array of booleans")
+        if len(value) != length:
+            raise self.error(f"key '{printable(key)}'", f"has {len(value)} elements; want {length}")
+        return [bool(element) for element in value]
 
     def get_layer_ints(
         self,

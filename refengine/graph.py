@@ -71,7 +71,10 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One operation. ``tensors``: role in the operation -> tensor; ``weights``: role -> weight; ``layer``: cache."""
+    """One operation. ``tensors``: role in the operation -> tensor it reads; ``weights``: role -> weight.
+
+    ``others``: role -> further results beside ``output``. ``layer``: whose KV cache or recurrent state it uses.
+    """
 
     op: str
     tensors: Mapping[str, str]
@@ -79,6 +82,12 @@ class Node:
     weights: Mapping[str, str]
     settings: Mapping[str, Setting]
     layer: int | None
+    others: Mapping[str, str]
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Tensors that it writes."""
+        return (*([self.output] if self.output is not None else []), *self.others.values())
 
 
 @dataclass
@@ -103,15 +112,22 @@ class Graph:
         tensors: Mapping[str, str],
         *,
         weights: Mapping[str, str] | None = None,
+        others: Mapping[str, tuple[str, tuple[int, ...], Any]] | None = None,
         layer: int | None = None,
         kind: Kind = "compute",
         **settings: Setting,
     ) -> str:
-        """Append an operation whose result is the float32 tensor ``name``; ``shape`` None: it has no result."""
+        """Append an operation whose result is the float32 tensor ``name``; ``shape`` None: it has no result.
+
+        ``others``: role -> name, shape and element type of each further result.
+        """
         for tensor in tensors.values():
             assert tensor in self.tensors, f"{op} {name}: {tensor} is not in the graph yet"
         if shape is not None:
             self._tensor(name, shape, np.float32, kind, self.rows)
+        further = dict(others or {})
+        for result, extents, dtype in further.values():
+            self._tensor(result, extents, dtype, kind, self.rows)
         self.nodes.append(
             Node(
                 op,
@@ -120,6 +136,7 @@ class Graph:
                 MappingProxyType(dict(weights or {})),
                 MappingProxyType(settings),
                 layer,
+                MappingProxyType({role: result for role, (result, _, _) in further.items()}),
             )
         )
         return name

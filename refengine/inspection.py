@@ -15,8 +15,8 @@ from instrumentation.errors import OutOfMemoryError
 from instrumentation.findings import FindingLog
 from instrumentation.levels import Level
 from instrumentation.ownership import Owner
-from refengine.config import ModelConfig, check_tensors
-from refengine.context import cache_shape, graph_builder, rotary_requests
+from refengine.config import ModelConfig, check_tensors, expected_tensors, loaded_tensors
+from refengine.context import cache_shape, graph_builder, recurrent_shape, rotary_requests
 from refengine.gguf_values import printable
 from refengine.planner import plan
 from refengine.weights import WeightPlan
@@ -163,6 +163,8 @@ class MemoryPlan:
 
     settings: ContextSettings
     arenas: tuple[ArenaPlan, ...]
+    #: tensors of the file that are not loaded: those of its MTP block, which is not built yet
+    not_loaded: tuple[str, ...] = ()
 
     @property
     def payload(self) -> int:
@@ -185,14 +187,17 @@ def memory_plan(gguf: GGUFFile, options: EngineOptions) -> MemoryPlan:
     model, target = Owner("model"), Owner("target")
     build = graph_builder(config, settings)
     layouts = [plan(build(shape), target).requests for shape in settings.reserved_shapes]
+    states = recurrent_shape(config, settings)
+    arenas = [
+        _arena(model, "weights", [WeightPlan(gguf, config, model).requests]),
+        _arena(target, "kv", [cache_shape(config, settings).requests(target)]),
+        *([_arena(target, "recurrent", [states.requests(target)])] if states is not None else []),
+        _arena(target, "rotary", [rotary_requests(config, settings, target)]),
+        _arena(target, "compute", layouts),
+    ]
+    loaded = loaded_tensors(config)
     return MemoryPlan(
-        settings,
-        (
-            _arena(model, "weights", [WeightPlan(gguf, config, model).requests]),
-            _arena(target, "kv", [cache_shape(config, settings).requests(target)]),
-            _arena(target, "rotary", [rotary_requests(config, settings, target)]),
-            _arena(target, "compute", layouts),
-        ),
+        settings, tuple(arenas), tuple(name for name in expected_tensors(config) if name not in loaded)
     )
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from refengine.kernels import elementwise
+from refengine.kernels import elementwise, experts, gates
 from refengine.kernels.attention import CacheType, attention, attention_merge, store_kv
 from refengine.kernels.elementwise import SPAN
+from refengine.kernels.gated_delta import columns_per_block, gated_delta
 from refengine.kernels.mul_mat import TILE, get_rows, mul_mat
 from refengine.kernels.norm import rms_norm
 from refengine.kernels.rope import Pairing, rope
+from refengine.kernels.short_conv import short_conv
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 class Operands:
     """Everything that a node names, resolved to memory."""
 
+    #: what the node reads, and its further results
     tensors: Mapping[str, View]
     output: View | None
     vectors: Mapping[str, View]
@@ -33,6 +36,8 @@ class Operands:
     settings: Mapping[str, Setting]
     #: keys and values of the node's layer
     cache: tuple[View, View] | None
+    #: convolution history and matrices of the node's layer
+    recurrent: tuple[View, View] | None
     cache_type: CacheType
     #: cosine and sine tables
     rotary: tuple[View, View]
@@ -153,15 +158,111 @@ def _select_rows(o: Operands) -> Call:
     return Call(elementwise.select_rows, rows.shape[0], {"x": o.tensors["x"], "rows": rows, "y": o.y})
 
 
+def _row_parts(view: View, row: int) -> View:
+    """(T, n * row) -> (T * n, row)."""
+    return view.reshape((view.size // row, row))
+
+
+def _short_conv(o: Operands) -> Call:
+    assert o.recurrent is not None
+    weight, segments = o.vectors["weight"], o.tensors["segments"]
+    grid = (_ceil(o.y.shape[1], 32), segments.shape[0])
+    arguments: dict[str, Argument] = {
+        "x": o.tensors["x"], "weight": weight, "segments": segments, "history": o.recurrent[0], "y": o.y,
+    }  # fmt: skip
+    return Call(short_conv(weight.shape[1]), grid, arguments)
+
+
+def _delta_gates(o: Operands) -> Call:
+    alpha = o.tensors["alpha"]
+    arguments: dict[str, Argument] = {
+        "alpha": alpha, "beta": o.tensors["beta"], "dt_bias": o.vectors["dt_bias"], "a": o.vectors["a"],
+        "gates": o.y,
+    }  # fmt: skip
+    return Call(gates.delta_gates, (_ceil(alpha.shape[1], 32), alpha.shape[0]), arguments)
+
+
+def _gated_delta(o: Operands) -> Call:
+    assert o.recurrent is not None
+    segments, states = o.tensors["segments"], o.recurrent[1]
+    size, n_head = int(o.settings["state_size"]), states.shape[2]
+    arguments: dict[str, Argument] = {
+        "qkv": o.tensors["qkv"], "gates": o.tensors["gates"], "segments": segments, "states": states, "y": o.y,
+        "eps": float(o.settings["eps"]),
+    }  # fmt: skip
+    return Call(gated_delta(size), (size // columns_per_block(size), n_head, segments.shape[0]), arguments)
+
+
+def _gated_norm(o: Operands) -> Call:
+    weight = o.vectors["weight"]
+    x, z, y = (_row_parts(view, weight.shape[0]) for view in (o.tensors["x"], o.tensors["z"], o.y))
+    arguments: dict[str, Argument] = {
+        "x": x,
+        "weight": weight,
+        "z": z,
+        "y": y,
+        "eps": float(o.settings["eps"]),
+    }
+    return Call(gates.gated_norm, x.shape[0], arguments)
+
+
+def _query_norm(o: Operands) -> Call:
+    weight = o.vectors["weight"]
+    n = weight.shape[0]
+    q_gate, q = _row_parts(o.tensors["q_gate"], 2 * n), _row_parts(o.y, n)
+    arguments: dict[str, Argument] = {
+        "q_gate": q_gate, "weight": weight, "q": q, "eps": float(o.settings["eps"]),
+    }  # fmt: skip
+    return Call(gates.query_norm, q.shape[0], arguments)
+
+
+def _output_gate(o: Operands) -> Call:
+    n = int(o.settings["head_dim"])
+    x, q_gate, y = _row_parts(o.tensors["x"], n), _row_parts(o.tensors["q_gate"], 2 * n), _row_parts(o.y, n)
+    return Call(gates.output_gate, x.shape[0], {"x": x, "q_gate": q_gate, "y": y})
+
+
+def _route(o: Operands) -> Call:
+    logits = o.tensors["logits"]
+    arguments: dict[str, Argument] = {"logits": logits, "index": o.tensors["index"], "weight": o.y}
+    return Call(experts.route, logits.shape[0], arguments)
+
+
+def _mul_mat_experts(o: Operands) -> Call:
+    matrix, x, index = o.matrices["weight"], o.tensors["x"], o.tensors["index"]
+    if len(x.shape) == 2:  # the same for all experts of a row
+        x = x.reshape((x.shape[0], 1, x.shape[1]))
+    n_rows, n_used, n_out = o.y.shape
+    arguments: dict[str, Argument] = {**matrix.arguments, "index": index, "x": x, "y": o.y}
+    return Call(experts.mul_mat_experts(matrix.type), (n_out, n_used, n_rows), arguments)
+
+
+def _combine_experts(o: Operands) -> Call:
+    arguments: dict[str, Argument] = {
+        "x": o.tensors["x"], "weight": o.tensors["weight"], "shared": o.tensors["shared"],
+        "gate": o.tensors["gate"], "y": o.y,
+    }  # fmt: skip
+    return Call(experts.combine_experts, (_ceil(o.y.shape[1], SPAN), o.y.shape[0]), arguments)
+
+
 OPS: dict[str, Callable[[Operands], Call]] = {
     "add": _add,
     "attention": _attention,
     "attention_merge": _attention_merge,
+    "combine_experts": _combine_experts,
+    "delta_gates": _delta_gates,
+    "gated_delta": _gated_delta,
+    "gated_norm": _gated_norm,
     "get_rows": _get_rows,
     "mul_mat": _mul_mat,
+    "mul_mat_experts": _mul_mat_experts,
+    "output_gate": _output_gate,
+    "query_norm": _query_norm,
     "rms_norm": _rms_norm,
     "rope": _rope,
+    "route": _route,
     "select_rows": _select_rows,
+    "short_conv": _short_conv,
     "store_kv": _store_kv,
     "swiglu": _swiglu,
 }

@@ -52,8 +52,8 @@ def plan(graph: Graph, owner: Owner) -> Plan:
         if spec.kind == "input":
             put(spec)
     for i, node in enumerate(graph.nodes):
-        if node.output is not None:
-            put(graph.tensors[node.output])
+        for name in node.results:
+            put(graph.tensors[name])
         # An operation's output never shares a buffer with its inputs: they are freed after it.
         for name in _named_by(node):
             spec = graph.tensors[name]
@@ -64,4 +64,4 @@ def plan(graph: Graph, owner: Owner) -> Plan:
 
 def _named_by(node: Node) -> dict[str, None]:
     """Tensors of a node, each once, in an order that does not change from process to process."""
-    return dict.fromkeys((*node.tensors.values(), *([node.output] if node.output is not None else [])))
+    return dict.fromkeys((*node.tensors.values(), *node.results))

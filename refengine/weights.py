@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
 from instrumentation.reservation import BufferRequest
-from refengine.config import expected_tensors
+from refengine.config import loaded_tensors
 from refengine.errors import UnsupportedModelError
 from refengine.kernels.quants import format_of
-from refengine.kernels.quants.layout import Packed, PackedShapes
+from refengine.kernels.quants.layout import LANES, Packed, PackedShapes
 
 if TYPE_CHECKING:
     from instrumentation.allocator import Allocator
@@ -23,18 +25,20 @@ if TYPE_CHECKING:
     from instrumentation.devices.launch import Argument
     from instrumentation.ownership import Owner
     from instrumentation.view import View
-    from refengine.config import ModelConfig
+    from refengine.config import ModelConfig, Shape
     from refengine.gguf_file import GGUFFile, TensorInfo
 
 #: called with (bytes done, bytes in all) while weights are loaded
 Progress = Callable[[int, int], None]
 #: parts of a packed matrix start at multiples of this many bytes
 PART_ALIGNMENT = 256
+#: matrices that are no products' and are read as they are
+PLAIN = ("ssm_conv1d.weight",)
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A packed weight matrix [n_out, n_in] on the device."""
+    """A packed weight matrix [n_out, n_in] on the device; those of several experts lie one under the other."""
 
     type: Any
     n_out: int
@@ -65,30 +69,46 @@ def _packed_nbytes(shapes: PackedShapes) -> int:
     return offset + shape[0] * shape[1] * dtype.itemsize
 
 
+def _filled_up(raw: npt.NDArray[np.uint8], n_rows: int, row_nbytes: int) -> npt.NDArray[np.uint8]:
+    """Bytes of rows, each with zero bytes behind it up to ``row_nbytes``."""
+    if raw.size == n_rows * row_nbytes:
+        return raw
+    wide = np.zeros((n_rows, row_nbytes), np.uint8)
+    wide[:, : raw.size // n_rows] = raw.reshape(n_rows, -1)
+    return wide.reshape(-1)
+
+
 class WeightPlan:
     """Which buffers a file's weights need, known before any of them is read."""
 
     def __init__(self, gguf: GGUFFile, config: ModelConfig, owner: Owner) -> None:
         self.gguf = gguf
-        self.names = list(expected_tensors(config))
+        #: shapes in which the engine takes the tensors; files may have dimensions of 1 more or less
+        self.shapes: dict[str, Shape] = loaded_tensors(config)
         self.requests = [
             BufferRequest(nbytes=self._nbytes(gguf.tensor(name)), owner=owner, name=f"weight.{name}")
-            for name in self.names
+            for name in self.shapes
         ]
 
-    @staticmethod
-    def _nbytes(info: TensorInfo) -> int:
-        if len(info.shape) == 1:
+    def is_plain(self, name: str) -> bool:
+        """Whether a tensor is an array of float32 as it is, and not a packed matrix."""
+        return len(self.shapes[name]) == 1 or name.endswith(PLAIN)
+
+    def matrix_shape(self, info: TensorInfo) -> tuple[int, int]:
+        """Rows and row length of a packed matrix; rows of experts' floats are filled up with zeros to whole blocks."""
+        *rows, n_in = self.shapes[info.name]
+        if len(rows) == 2 and format_of(info.type).block_size == 1:
+            n_in = -(-n_in // LANES) * LANES
+        return prod(rows), n_in
+
+    def _nbytes(self, info: TensorInfo) -> int:
+        if self.is_plain(info.name):
             if info.type != GGMLQuantizationType.F32:
                 raise UnsupportedModelError(
                     f"tensor {info.name} is {info.type.name}; vectors are read as F32 only: convert the model again"
                 )
             return info.n_elements * 4
-        if len(info.shape) != 2:
-            raise UnsupportedModelError(
-                f"tensor {info.name} has {len(info.shape)} dimensions; 1 or 2 are supported"
-            )
-        return _packed_nbytes(format_of(info.type).packed_shapes(*info.shape))
+        return _packed_nbytes(format_of(info.type).packed_shapes(*self.matrix_shape(info)))
 
     @property
     def nbytes(self) -> int:
@@ -116,12 +136,12 @@ class Weights:
     def load(self, stream: Stream, progress: Progress | None = None) -> None:
         """Read, repack and copy every tensor; file pages go back to the system one tensor at a time."""
         gguf = self.plan.gguf
-        total = sum(gguf.tensor(name).nbytes for name in self.plan.names)
+        total = sum(gguf.tensor(name).nbytes for name in self.plan.shapes)
         done = 0
-        for name, buffer in zip(self.plan.names, self.buffers, strict=True):
+        for name, buffer in zip(self.plan.shapes, self.buffers, strict=True):
             info = gguf.tensor(name)
-            if len(info.shape) == 1:
-                view = buffer.view(np.float32, info.shape, name=name)
+            if self.plan.is_plain(name):
+                view = buffer.view(np.float32, self.plan.shapes[name], name=name)
                 stream.copy_in(view, np.ascontiguousarray(gguf.raw(name)))
                 stream.synchronize()
                 self.vectors[name] = view
@@ -134,11 +154,12 @@ class Weights:
                 progress(done, total)
 
     def _load_matrix(self, stream: Stream, buffer: Buffer, info: TensorInfo) -> Matrix:
-        n_out, n_in = info.shape
+        n_out, n_in = self.plan.matrix_shape(info)
         form = format_of(info.type)
+        raw = _filled_up(self.plan.gguf.raw(info.name), n_out, n_in // form.block_size * form.block_bytes)
         parts = _parts(form.packed_shapes(n_out, n_in))
         host = {field: np.empty(shape, dtype) for field, dtype, shape, _ in parts}
-        form.repack(self.plan.gguf.raw(info.name), n_out, n_in, Packed(**host))
+        form.repack(raw, n_out, n_in, Packed(**host))
         views = {}
         for field, dtype, shape, offset in parts:
             views[field] = buffer.view(dtype, shape, offset=offset, name=f"{info.name}.{field}")

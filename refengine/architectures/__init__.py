@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from refengine.architectures import llama, qwen3
+from refengine.architectures import llama, qwen3, qwen35
 
 if TYPE_CHECKING:
     from refengine.config import ModelConfig
@@ -16,4 +16,6 @@ Builder = Callable[["ModelConfig", "ContextShape", "BatchShape"], "Graph"]
 BUILDERS: dict[str, Builder] = {
     "llama": llama.build,
     "qwen3": qwen3.build,
+    "qwen35": qwen35.build,
+    "qwen35moe": qwen35.build,
 }

@@ -41,10 +41,6 @@ def norm(graph: Graph, name: str, x: str, weight: str, eps: float, row: int) -> 
 
 def attention(graph: Graph, config: ModelConfig, layer: int, x: str, *, head_norms: bool) -> str:
     """Causal self-attention over the layer's KV cache: (T, n_embd) -> (T, n_embd)."""
-    if config.head_dim % HEAD_DIM_UNIT:
-        raise UnsupportedModelError(
-            f"heads of {config.head_dim} elements are not built; want a multiple of {HEAD_DIM_UNIT}"
-        )
     block, il = f"blk.{layer}", f"-{layer}"
     q = mul_mat(graph, f"Qcur{il}", x, f"{block}.attn_q.weight", config.n_embd_q)
     k = mul_mat(graph, f"Kcur{il}", x, f"{block}.attn_k.weight", config.n_embd_kv)
@@ -52,6 +48,17 @@ def attention(graph: Graph, config: ModelConfig, layer: int, x: str, *, head_nor
     if head_norms:
         q = norm(graph, f"Qcur_normed{il}", q, f"{block}.attn_q_norm.weight", config.rms_eps, config.head_dim)
         k = norm(graph, f"Kcur_normed{il}", k, f"{block}.attn_k_norm.weight", config.rms_eps, config.head_dim)
+    attended = attend(graph, config, layer, q, k, v)
+    return mul_mat(graph, f"attn_out{il}", attended, f"{block}.attn_output.weight", config.n_embd)
+
+
+def attend(graph: Graph, config: ModelConfig, layer: int, q: str, k: str, v: str) -> str:
+    """Rotate and store keys, store values, attend: q -> a tensor of its shape, (T, n_head * head_dim)."""
+    if config.head_dim % HEAD_DIM_UNIT:
+        raise UnsupportedModelError(
+            f"heads of {config.head_dim} elements are not built; want a multiple of {HEAD_DIM_UNIT}"
+        )
+    il = f"-{layer}"
     q = _rope(graph, config, f"Qcur_rope{il}", q, config.n_head)
     k = _rope(graph, config, f"Kcur_rope{il}", k, config.n_head_kv)
     graph.add("store_kv", f"kv{il}", None, {"k": k, "v": v, "cell": "cell"}, layer=layer)
@@ -61,11 +68,10 @@ def attention(graph: Graph, config: ModelConfig, layer: int, x: str, *, head_nor
         {"q": q, "position": "position", "sequence": "sequence", "pages": "pages"},
         layer=layer, scale=config.attention_scale,
     )  # fmt: skip
-    attended = graph.add(
+    return graph.add(
         "attention_merge", f"kqv_out{il}", graph.tensors[q].shape, {"spans": spans, "position": "position"},
         scale=config.attention_scale,
     )  # fmt: skip
-    return mul_mat(graph, f"attn_out{il}", attended, f"{block}.attn_output.weight", config.n_embd)
 
 
 def _rope(graph: Graph, config: ModelConfig, name: str, x: str, n_head: int) -> str:
@@ -80,8 +86,13 @@ def feed_forward(graph: Graph, config: ModelConfig, layer: int, x: str) -> str:
     block, il = f"blk.{layer}", f"-{layer}"
     gate = mul_mat(graph, f"ffn_gate{il}", x, f"{block}.ffn_gate.weight", config.n_ff)
     up = mul_mat(graph, f"ffn_up{il}", x, f"{block}.ffn_up.weight", config.n_ff)
-    both = graph.add("swiglu", f"ffn_swiglu{il}", graph.tensors[gate].shape, {"gate": gate, "up": up})
+    both = swiglu(graph, f"ffn_swiglu{il}", gate, up)
     return mul_mat(graph, f"ffn_out{il}", both, f"{block}.ffn_down.weight", config.n_embd)
+
+
+def swiglu(graph: Graph, name: str, gate: str, up: str) -> str:
+    """Product gate * sigmoid(gate) * up of two tensors of one shape."""
+    return graph.add("swiglu", name, graph.tensors[gate].shape, {"gate": gate, "up": up})
 
 
 def add(graph: Graph, name: str, a: str, b: str) -> str:
@@ -90,14 +101,20 @@ def add(graph: Graph, name: str, a: str, b: str) -> str:
 
 
 def end(graph: Graph, config: ModelConfig, x: str) -> Graph:
-    """Final norm and vocabulary head for the rows that are wanted: ``result_output`` (n_outputs, n_vocab)."""
+    """Final norm and vocabulary head for the rows that are wanted.
+
+    Outputs: ``result_norm`` (n_outputs, n_embd) and ``result_output`` (n_outputs, n_vocab).
+    """
     n_outputs = graph.shape.n_outputs
     if n_outputs:
         graph.rows = "outputs"
         rows = graph.add(
             "select_rows", "result_rows", (n_outputs, config.n_embd), {"x": x, "rows": "output_rows"}
         )
-        rows = norm(graph, "result_norm", rows, "output_norm.weight", config.rms_eps, config.n_embd)
+        rows = graph.add(
+            "rms_norm", "result_norm", (n_outputs, config.n_embd), {"x": rows},
+            weights={"weight": "output_norm.weight"}, kind="output", eps=config.rms_eps, row=config.n_embd,
+        )  # fmt: skip
         head = "token_embd.weight" if config.tied_embeddings else "output.weight"
         graph.add(
             "mul_mat", "result_output", (n_outputs, config.n_vocab), {"x": rows}, weights={"weight": head},

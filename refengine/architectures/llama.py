@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def build(config: ModelConfig, context: ContextShape, shape: BatchShape) -> Graph:
-    """Graph of one batch: inputs tokens, position, sequence, cell, pages, output_rows -> result_output."""
+    """Graph of one batch: inputs tokens, position, sequence, cell, pages, output_rows -> result_norm, result_output."""
     graph, x = common.begin(config, context, shape)
     for layer in range(config.n_layer):
         block, il = f"blk.{layer}", f"-{layer}"

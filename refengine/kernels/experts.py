@@ -92,7 +92,8 @@ def mul_mat_experts(quantisation: GGMLQuantizationType) -> Kernel:
         """Writes y[r, u] = W[index[r, u]] x[r, u]. index [n_rows, n_used], y [n_rows, n_used, n_out].
 
         x [n_rows, 1, n_in], the same for all experts of a row, or [n_rows, n_used, n_in]; weights [n_expert * n_out,
-        n_in] as packed by ``refengine.kernels.quants``. The bits are those of ``mul_mat``.
+        n_in] as packed by ``refengine.kernels.quants``, rows filled up with zeros to a multiple of 32 weights. The
+        bits are those of ``mul_mat``.
         """
         lane = cuda.threadIdx.x
         out = cuda.blockIdx.x
@@ -101,10 +102,15 @@ def mul_mat_experts(quantisation: GGMLQuantizationType) -> Kernel:
         part = min(used, x.shape[1] - 1)
         weight_row = index[row, used] * y.shape[2] + out
         own = float32(0.0)
-        for b in range(x.shape[2] // 32):
+        n_blocks = x.shape[2] // 32
+        for b in range(n_blocks):
             own = cuda.fma(
                 weight(codes, halves, words, weight_row, b, lane), x[row, part, b * 32 + lane], own
             )
+        if n_blocks * 32 < x.shape[2]:
+            at = n_blocks * 32 + lane
+            v = x[row, part, at] if at < x.shape[2] else float32(0.0)
+            own = cuda.fma(weight(codes, halves, words, weight_row, n_blocks, lane), v, own)
         total = warp_sum(own)
         if lane == 0:
             y[row, used, out] = total

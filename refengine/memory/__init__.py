@@ -1,1 +1,1 @@
-"""What a model remembers of a sequence: the KV cache."""
+"""What a model remembers of a sequence: the KV cache and the recurrent state."""

@@ -100,7 +100,7 @@ class RecurrentState:
         self.shape = shape
         requests = shape.requests(owner)
         size = allocator.arena_size(requests)
-        self.arena: Arena = allocator.reserve_arena(size, owner=owner, name="rs").unwrap()
+        self.arena: Arena = allocator.reserve_arena(size, owner=owner, name="recurrent").unwrap()
         try:
             self.buffers: tuple[Buffer, ...] = self.arena.reserve_all(requests).unwrap()
         except BaseException:

@@ -22,6 +22,7 @@ from refengine.options import EngineOptions
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 MODELS = ("llama", "qwen3", "llama-Q4_K_M", "llama-Q8_0", "llama-IQ4_NL")
+HYBRIDS = ("qwen35", "qwen35-tied", "qwen35-Q4_K_M", "qwen35moe")
 
 
 def plan_of(path, **options):
@@ -35,12 +36,13 @@ def plan_of(path, **options):
 @pytest.mark.parametrize("level", ["off", "guard"])
 @pytest.mark.parametrize(
     ("model", "options"),
-    [(name, {"n_ctx": 300}) for name in MODELS]
+    [(name, {"n_ctx": 300}) for name in (*MODELS, *HYBRIDS)]
     + [
         ("llama", {"n_ctx": 64, "cache_type_k": "f32", "cache_type_v": "f32"}),
         ("llama", {"n_ctx": 33, "n_batch": 7, "n_ubatch": 5}),
         ("llama", {"n_ctx": 1, "n_batch": 1, "n_ubatch": 1}),
         ("qwen3", {"n_ctx": 500, "n_ubatch": 40}),
+        ("qwen35", {"n_ctx": 33, "n_batch": 7, "n_ubatch": 5}),
         ("qwen3", {"n_ctx": 2048, "n_ubatch": 2048, "n_batch": 600, "cuda_graphs": False}),
     ],
 )
@@ -112,6 +114,25 @@ def test_json_has_the_same_numbers(run):
             name: info.nbytes for name, info in gguf.tensors.items()
         }
         assert sum(row["nbytes"] for row in shown["types"]) == sum(i.nbytes for i in gguf.tensors.values())
+
+
+@pytest.mark.parametrize("model", HYBRIDS)
+def test_the_recurrent_state_is_planned_and_the_mtp_block_is_said_to_be_left_out(run, model):
+    plan = plan_of(DATA / f"{model}.gguf", n_ctx=512)
+    [states] = [arena for arena in plan.arenas if arena.name == "recurrent"]
+    assert (str(states.owner), states.buffers) == ("target", 2 * 3)
+    longer = plan_of(DATA / f"{model}.gguf", n_ctx=1024)
+    assert states in longer.arenas, "the state does not depend on the context's length"
+    [kv] = [arena for arena in plan.arenas if arena.name == "kv"]
+    assert kv.buffers == 2, "the only layer that attends"
+    with GGUFFile.open(DATA / f"{model}.gguf") as gguf:
+        assert set(plan.not_loaded) == {name for name in gguf.tensors if name.startswith("blk.4.")}
+    n_left = len(plan.not_loaded)
+    shown = run("inspect", "-m", DATA / f"{model}.gguf", "-c", "512").stdout
+    assert f"not loaded: {n_left} tensors of the MTP block, which is not built yet" in shown
+    as_json = json.loads(run("inspect", "-m", DATA / f"{model}.gguf", "-c", "512", "--json").stdout)
+    assert as_json["plan"]["not_loaded"] == list(plan.not_loaded)
+    assert "not loaded" not in run("inspect", "-m", DATA / "llama.gguf").stdout
 
 
 def test_bits_per_weight_are_those_of_the_format():

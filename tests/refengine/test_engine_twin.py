@@ -20,6 +20,8 @@ from refengine.kernels.elementwise import swiglu_f64
 from refengine.kernels.norm import rms_norm_f64
 from refengine.kernels.rope import rope_f64, rope_tables
 
+#: the twin is of the llama family; the hybrid models' is ``qwen35_f64``
+DENSE = [name for name in PAIRS if not name.startswith("qwen35")]
 CACHES: dict[CacheType, type] = {"f32": np.float64, "f16": np.float16}
 
 
@@ -90,7 +92,7 @@ def engine_logits(name: str, cache_type: CacheType) -> Array:
         return engine.logits(recorded(name)[0].tolist())
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", DENSE)
 def test_an_exact_cache_gives_the_logits_of_the_twin(name: str):
     tokens, logits = recorded(name)
     twin = Twin(name, CACHES["f32"]).logits(tokens)
@@ -98,7 +100,7 @@ def test_an_exact_cache_gives_the_logits_of_the_twin(name: str):
     assert nmse(twin, logits) < 1e-11
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", DENSE)
 def test_a_half_cache_gives_the_logits_of_the_twin_that_rounds(name: str):
     tokens, logits = recorded(name)
     twin = Twin(name, CACHES["f16"]).logits(tokens)

@@ -13,7 +13,9 @@ def loaded(name: str, check: str) -> refengine.Engine:
 
 
 def test_there_are_pairs():
-    assert {"llama", "qwen3", "llama-Q4_K_M", "llama-IQ4_NL"} <= set(PAIRS)
+    assert {"llama", "qwen3", "llama-Q4_K_M", "llama-IQ4_NL", "qwen35", "qwen35-tied", "qwen35moe"} <= set(
+        PAIRS
+    )
 
 
 @pytest.mark.parametrize("name", PAIRS)

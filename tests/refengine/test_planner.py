@@ -14,7 +14,7 @@ from refengine.gguf_file import GGUFFile
 from refengine.graph import BatchShape, Graph
 from refengine.planner import Plan, plan
 
-MODELS = ("llama", "qwen3")
+MODELS = ("llama", "qwen3", "qwen35", "qwen35moe")
 SHAPES = st.integers(1, 80).flatmap(
     lambda n: st.builds(BatchShape, st.just(n), st.integers(0, min(n, MAX_OUTPUTS)), st.integers(1, 5))
 )
@@ -53,9 +53,10 @@ def check(graph: Graph, made: Plan) -> None:
     for node in graph.nodes:
         for name in node.tensors.values():
             assert content[made.place[name]] == name
-        if node.output is not None:
-            assert made.place[node.output] not in [made.place[name] for name in node.tensors.values()]
-            content[made.place[node.output]] = node.output
+        assert len({made.place[name] for name in node.results}) == len(node.results)
+        for result in node.results:
+            assert made.place[result] not in [made.place[name] for name in node.tensors.values()]
+            content[made.place[result]] = result
     for spec in graph.tensors.values():
         if spec.kind != "compute":
             assert content[made.place[spec.name]] == spec.name

@@ -92,6 +92,21 @@ def test_products_are_those_of_each_expert_alone(quantisation: GGMLQuantizationT
                 assert same_bits(y[r, u], plain[r, min(u, n_parts - 1), index[r, u]])
 
 
+@pytest.mark.parametrize("n_in", [1, 31, 32, 33, 48, 95])
+def test_rows_that_are_filled_up_with_zeros_are_products_of_what_they_have(n_in: int):
+    rng = np.random.default_rng(n_in)
+    n_expert, n_out, n_rows, n_used = 3, 5, 2, 2
+    dense = rng.standard_normal((n_expert, n_out, n_in)).astype(np.float32)
+    wide = np.zeros((n_expert, n_out, -(-n_in // 32) * 32), np.float32)
+    wide[..., :n_in] = dense
+    weights = packed(F32, wide.reshape(-1).view(np.uint8), n_expert * n_out, wide.shape[2])
+    index = np.array([[2, 0], [1, 2]], np.int32)
+    x = rng.standard_normal((n_rows, n_used, n_in)).astype(np.float32)
+    y = poisoned((n_rows, n_used, n_out))
+    y = run_all(experts.mul_mat_experts(F32), (n_out, n_used, n_rows), *weights.values(), index, x, y)[-1]
+    assert nmse(y, experts.mul_mat_experts_f64(x, dense, index)) < 1e-11
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     n_rows=st.integers(1, 3),
