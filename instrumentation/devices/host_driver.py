@@ -1,8 +1,8 @@
 """The native loops that run a batch of launches: one call from Python for a whole decode step.
 
 The calling thread leads: it goes through the launches in order and takes blocks of each. Followers are threads that
-help with the launches that are large enough; both take blocks from a counter, in chunks. The leader waits only for
-chunks that a follower has taken, never for a follower to turn up: on a busy machine, where a thread may not run for
+help with the launches that are large enough; both take blocks from a counter, in parts. The leader waits only for
+parts that a follower has taken, never for a follower to turn up: on a busy machine, where a thread may not run for
 milliseconds, a fork and join of all threads at each of some 400 launches of a token made decoding 50 times slower.
 """
 
@@ -23,8 +23,8 @@ from instrumentation.kernel.host_runtime import call_blocks
 #: whether followers help
 ENTRY, ARGUMENTS, BLOCKS, FIRST_RANGE, LAST_RANGE, SHARED = range(6)
 RECORD = 6
-#: chunks that a launch's blocks are taken in: enough to level out threads that run at different speeds
-_CHUNKS = 16
+#: least part of a launch's blocks that a thread takes at a time
+_LEAST = 16
 #: the state word of a batch: 0 before its first shared launch, i + 1 while launch i is shared, then this
 _OVER = -1
 NO_RANGES = np.zeros((0, 3), np.int64)
@@ -39,8 +39,8 @@ def run_launches(records: Any, begin: int, end: int, threads: int, ranges: Any) 
     state = np.zeros(1, np.int64)
     counters = np.zeros((len(records), 2), np.int64)
     if threads > 1 and records[begin:end, SHARED].any():
-        _followers(threads - 1).help(records, state, counters)
-    return int(_lead(records, begin, end, ranges, state, counters))
+        _followers(threads - 1).help(records, state, counters, threads)
+    return int(_lead(records, begin, end, ranges, state, counters, threads))
 
 
 class _Followers:
@@ -104,8 +104,21 @@ def _ordered(operation: str) -> Any:
 _load, _store, _add = _ordered("load"), _ordered("store"), _ordered("add")
 
 
+@intrinsic
+def _swap(_typing: Any, _address: Any, _index: Any, _expected: Any, _value: Any) -> Any:
+    """Replace an element that holds ``expected``; returns what it held."""
+    signature = types.int64(types.int64, types.int64, types.int64, types.int64)
+
+    def generate(_context: Any, builder: Any, _sig: Any, values: Any) -> Any:
+        word = ir.IntType(64)
+        place = builder.gep(builder.inttoptr(values[0], word.as_pointer()), [values[1]])
+        return builder.extract_value(builder.cmpxchg(place, values[2], values[3], "seq_cst", "seq_cst"), 0)
+
+    return signature, generate
+
+
 @njit(nogil=True, cache=True, error_model="numpy")
-def _lead(records: Any, begin: int, end: int, ranges: Any, state: Any, counters: Any) -> int:
+def _lead(records: Any, begin: int, end: int, ranges: Any, state: Any, counters: Any, threads: int) -> int:
     word, count = state.ctypes.data, counters.ctypes.data
     for i in range(begin, end):
         blocks = records[i, 2]
@@ -113,7 +126,7 @@ def _lead(records: Any, begin: int, end: int, ranges: Any, state: Any, counters:
             call_blocks(records[i, 0], records[i, 1], 0, blocks)
         else:
             _store(word, 0, i + 1)
-            _take_blocks(records, i, count)
+            _take_blocks(records, i, count, threads)
             while _load(count, 2 * i + 1, 0) < blocks:
                 pass
         for r in range(records[i, 3], records[i, 4]):
@@ -125,7 +138,7 @@ def _lead(records: Any, begin: int, end: int, ranges: Any, state: Any, counters:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _follow(records: Any, state: Any, counters: Any) -> None:
+def _follow(records: Any, state: Any, counters: Any, threads: int) -> None:
     word, count = state.ctypes.data, counters.ctypes.data
     seen = 0
     while True:
@@ -134,21 +147,27 @@ def _follow(records: Any, state: Any, counters: Any) -> None:
             return
         if current != seen:
             seen = current
-            _take_blocks(records, current - 1, count)
+            _take_blocks(records, current - 1, count, threads)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _take_blocks(records: Any, i: int, count: int) -> None:
-    """Run chunks of launch ``i`` until none is left; counters: blocks taken, blocks done."""
+def _take_blocks(records: Any, i: int, count: int, threads: int) -> None:
+    """Run parts of launch ``i`` until none is left; counters: blocks taken, blocks done.
+
+    Each part is an equal share of what is left: long runs of memory first, which the hardware fetches ahead, short ones
+    last, so that threads that started at different times end together.
+    """
     blocks = records[i, 2]
-    chunk = max(1, blocks // _CHUNKS)
-    while True:
-        first = _add(count, 2 * i, chunk)
-        if first >= blocks:
-            return
-        last = min(first + chunk, blocks)
-        call_blocks(records[i, 0], records[i, 1], first, last)
-        _add(count, 2 * i + 1, last - first)
+    least = max(1, blocks // _LEAST)
+    first = _load(count, 2 * i, 0)
+    while first < blocks:
+        last = min(first + max((blocks - first) // threads, least), blocks)
+        seen = _swap(count, 2 * i, first, last)
+        if seen == first:
+            call_blocks(records[i, 0], records[i, 1], first, last)
+            _add(count, 2 * i + 1, last - first)
+            seen = _load(count, 2 * i, 0)
+        first = seen
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
