@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
-PROMPT ?= The capital of France is
+PROMPT ?= What is gravity?
 
 .PHONY: run test lint types check benchmark clean
 
@@ -15,7 +15,7 @@ $(VENV)/.ready: pyproject.toml
 	touch $@
 
 run: $(VENV)/.ready
-	$(PY) -m refengine generate -m smollm2 -p "$(PROMPT)" -n 48 --temp 0 --check guard
+	$(PY) -m refengine generate -m smollm2 -st -p "$(PROMPT)" -n 96 --temp 0 --check guard
 
 test: $(VENV)/.ready
 	$(PY) -m pytest

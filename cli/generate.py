@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
@@ -15,6 +15,8 @@ from cli.command import EngineCommand, Settings, count_bytes
 from cli.failures import FAILED
 from cli.refused import REFUSED
 from instrumentation.errors import BadInputError, FindingError
+
+MAX_PROMPT_BYTES = 64 << 20
 
 if TYPE_CHECKING:
     from cli.display import Display
@@ -108,17 +110,26 @@ def generate(
         raise click.exceptions.Exit(FAILED)
 
 
+def _bounded(source: BinaryIO, name: str) -> bytes:
+    """All bytes of a source that ends; no context holds more than this."""
+    text = source.read(MAX_PROMPT_BYTES + 1)
+    if len(text) > MAX_PROMPT_BYTES:
+        raise BadInputError(f"{name}: more than {MAX_PROMPT_BYTES} bytes; give a shorter prompt")
+    return text
+
+
 def _read_prompt(prompt: str | None, file: str | None) -> bytes:
     if (prompt is None) == (file is None):
         seen = "no prompt" if prompt is None else "two prompts"
         raise BadInputError(f"{seen}; give one of -p/--prompt and -f/--file")
     if "-" in (prompt, file):
-        return sys.stdin.buffer.read()
+        return _bounded(sys.stdin.buffer, "stdin")
     if prompt is not None:
         return os.fsencode(prompt)
     assert file is not None
     try:
-        return Path(file).read_bytes()
+        with Path(file).open("rb") as source:
+            return _bounded(source, f"-f/--file {file}")
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise BadInputError(f"-f/--file {file}: cannot be read: {reason}") from None

@@ -78,7 +78,7 @@ def _call(result: Any) -> Any:
 
 def _describe(driver: Any, number: int) -> str:
     device = _call(driver.cuDeviceGet(number))
-    name = bytes(_call(driver.cuDeviceGetName(256, device))).rstrip(b"\0").decode("utf-8", "replace")
+    name = bytes(_call(driver.cuDeviceGetName(256, device))).split(b"\0")[0].decode("utf-8", "replace")
     kinds = driver.CUdevice_attribute
     major, minor, multiprocessors = (
         _call(driver.cuDeviceGetAttribute(kind, device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,7 @@ class Commands(click.Group):
     ) -> Any:
         """Run from a command line, and exit; ``standalone_mode=False`` returns the exit code instead."""
         del prog_name  # one name, however it was started
+        _open_standard_streams()
         # A prompt with a star in it is not a pattern for file names.
         extra["windows_expand_args"] = False
         with one_interrupt():
@@ -79,6 +81,13 @@ class Commands(click.Group):
         if standalone_mode:
             sys.exit(code)
         return code
+
+
+def _open_standard_streams() -> None:
+    """A stream that the caller closed is None; what is written to it goes nowhere, and it holds no input."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, PTH123
 
 
 @click.group(

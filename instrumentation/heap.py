@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from instrumentation import interrupts
 from instrumentation.findings import Finding, FindingLog, Stack, capture_stack
 from instrumentation.integrity import (
     block_regions,
@@ -45,16 +46,20 @@ class Section:
         self.found: list[Finding] = []
 
     def __enter__(self) -> list[Finding]:
+        interrupts.enter()
         self._heap.lock.acquire()
         return self.found
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._heap.lock.release()
-        for finding in self.found:
-            self._heap.findings.append(finding)
-        self._heap.drain()
+        try:
+            self._heap.lock.release()
+            for finding in self.found:
+                self._heap.findings.append(finding)
+            self._heap.drain()
+        finally:
+            interrupts.leave()
 
 
 class Quarantine:

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from instrumentation.buffer import Buffer
 
 
+def _as_index(index: int, name: str) -> int:
+    try:
+        return operator.index(index)
+    except TypeError:
+        raise BadInputError(f"view {name} is indexed with {index!r}; give a whole number") from None
+
+
 def _as_shape(shape: int | Sequence[int], name: str) -> tuple[int, ...]:
     try:
         dims = shape if isinstance(shape, (tuple, list)) else (shape,)
@@ -109,6 +116,7 @@ class View:
     def row(self, index: int) -> View:
         """Element ``index`` of axis 0, without that axis. Raises ``BadInputError``."""
         rows, rest = self._rows()
+        index = _as_index(index, self.name)
         if not 0 <= index < rows:
             raise BadInputError(f"view {self.name} has rows 0 to {rows - 1}, not {index!r}")
         return self._part(index, rest, f"{self.name}[{index}]")
@@ -116,6 +124,7 @@ class View:
     def slice(self, start: int, stop: int) -> View:
         """Rows ``[start, stop)`` along axis 0; may be empty. Raises ``BadInputError``."""
         rows, rest = self._rows()
+        start, stop = _as_index(start, self.name), _as_index(stop, self.name)
         if not 0 <= start <= stop <= rows:
             raise BadInputError(f"view {self.name} has {rows} rows; [{start!r}, {stop!r}) are not among them")
         return self._part(start, (stop - start, *rest), f"{self.name}[{start}:{stop}]")

@@ -12,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
+from instrumentation import interrupts
 from instrumentation.errors import DeviceError, OutOfMemoryError
 from instrumentation.ownership import Owner
 from instrumentation.reservation import BufferRequest, ReservationError
 from refengine.architectures import BUILDERS
+from refengine.errors import AbortedError
 from refengine.executor import Executor, Operations
 from refengine.graph import BatchShape, ContextShape
 from refengine.kernels.attention import PAGE, SPAN
@@ -252,7 +254,14 @@ class Context:
         was before the call, and ``error`` says why; but recurrent states are overwritten as they are computed, so for
         a model that has them the sequences of a batch that failed while it ran are forgotten whole: their length is
         0, ``forgotten`` lists them, and the caller computes them again.
+
+        An interrupt waits until the current micro-batch is done or its kernels' launches are undone; then the status
+        is ``ABORTED`` and the signal is acted on when this returns.
         """
+        with interrupts.deferred():
+            return self._decode(batch)
+
+    def _decode(self, batch: Batch) -> DecodeStatus:
         self.error = None
         self.forgotten = ()
         self._is_running = False
@@ -339,6 +348,8 @@ class Context:
         self.hidden = np.empty((n_outputs if batch.hidden else 0, self.config.n_embd), np.float32)
         start = filled = 0
         while start < len(batch.tokens):
+            if start and interrupts.pending():
+                return DecodeStatus.ABORTED
             stop = self._micro_batch_end(batch, start)
             rows = np.flatnonzero(batch.outputs[start:stop]).astype(np.int32)
             outputs: dict[str, npt.NDArray[Any]] = {}
@@ -384,6 +395,8 @@ class Context:
         self._is_running = True
         try:
             self.executor.run(executable, inputs, outputs)
+        except AbortedError:
+            return DecodeStatus.ABORTED
         except OutOfMemoryError as error:
             return self._failed(DecodeStatus.ALLOC_FAILED, "failed to reserve graph", error)
         except DeviceError as error:

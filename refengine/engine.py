@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from instrumentation import interrupts
 from instrumentation.allocator import Allocator
 from instrumentation.devices import open_device
 from instrumentation.errors import FindingError
@@ -110,13 +111,17 @@ class Engine:
             undo.callback(self.allocator.close)
             self.device.watch(self.allocator)
             self.device.faults = faults
-            self.weights = Weights(self.allocator, WeightPlan(gguf, self.config, MODEL_OWNER), MODEL_OWNER)
-            undo.callback(self.weights.release)
+            with interrupts.deferred():
+                self.weights = Weights(
+                    self.allocator, WeightPlan(gguf, self.config, MODEL_OWNER), MODEL_OWNER
+                )
+                undo.callback(self.weights.release)
             loader = self.device.create_stream(owner=MODEL_OWNER, name="load")
             undo.callback(loader.destroy)
             self.weights.load(loader, progress)
-            self.context = Context(self.device, self.allocator, self.config, self.weights, self.settings)
-            undo.callback(self.context.release)
+            with interrupts.deferred():
+                self.context = Context(self.device, self.allocator, self.config, self.weights, self.settings)
+                undo.callback(self.context.release)
             self._undo = undo.pop_all()
         self.load_seconds = time.perf_counter() - started
 
@@ -216,7 +221,8 @@ class Engine:
             if self._closed:
                 return
             self._closed = True
-            self._undo.close()
+            with interrupts.deferred():
+                self._undo.close()
             leaks = self._log.of("MEM006")
         if leaks and self.level > Level.OFF:
             raise FindingError("\n\n".join(render(finding) for finding in leaks))

@@ -25,6 +25,10 @@ class ContextSizeError(Error):
     exit_code: ClassVar[int] = 3
 
 
+class AbortedError(Error):
+    """Work was given up because an interrupt waits; it is raised and caught inside the engine."""
+
+
 class ComputeError(Error):
     """A decode failed; the request that asked for it ends, others go on."""
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from instrumentation import interrupts
+from refengine.errors import AbortedError
 from refengine.ops import OPS, Call, Operands
 from refengine.planner import Plan, plan
 
@@ -181,6 +183,8 @@ class Executor:
 
     def _launch_all(self, executable: Executable) -> None:
         for node in executable.graph.nodes:
+            if interrupts.pending():  # a first launch compiles its kernel, which takes a while
+                raise AbortedError("interrupted")
             call = self.operations.call(node, executable.views)
             self.stream.launch(call.kernel, call.grid, call.arguments)
 

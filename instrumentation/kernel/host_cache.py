@@ -70,16 +70,28 @@ def file_stem(kernel: str, description: str) -> str:
     return f"{readable}_{hashlib.sha256(description.encode()).hexdigest()[:24]}"
 
 
+#: last line of a generated source: one that a crash or a full disk cut short does not have it
+_END = "# end\n"
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a generated source is there to its end."""
+    try:
+        return path.read_text(encoding="utf-8").endswith(_END)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
 def write(path: Path, source: str) -> None:
     """Put a source in place whole, or not at all."""
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.", suffix=".tmp")
     with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(source)
+        file.write(source.rstrip("\n") + "\n" + _END)
     try:
-        if not path.exists():  # a later file of the same text would make Numba compile again
+        if not is_whole(path):  # a later file of the same text would make Numba compile again
             Path(partial).replace(path)
     except OSError:  # Windows, while another process opens the file that it has just put there
-        if not path.exists():
+        if not is_whole(path):
             raise
     finally:
         Path(partial).unlink(missing_ok=True)

@@ -52,7 +52,7 @@ def compile_host(plan: KernelPlan, options: HostOptions, *, strict_floats: bool)
     stem = host_cache.file_stem(plan.parsed.name, "\n".join([*parts, host_cache.version()]))
     path = host_cache.cache_folder() / f"{stem}.py"
     with _lock:
-        if not path.exists():
+        if not host_cache.is_whole(path):
             host_cache.write(path, generate(plan, options, strict_floats=strict_floats))
         entry = host_cache.load(path).entry
         index = host_cache.machine_code(path, entry)

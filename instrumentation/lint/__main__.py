@@ -23,7 +23,11 @@ def main(paths: tuple[str, ...], style: str, reserving: tuple[str, ...]) -> None
     Ends with 0 when there is none, 1 when there is, 2 when a path cannot be read or parsed.
     """
     result = lint_paths(paths, reserving=reserving)
-    click.echo((render_json if style == "json" else render_text)(result.reports), nl=False)
+    try:
+        click.echo((render_json if style == "json" else render_text)(result.reports), nl=False)
+    except OSError as error:
+        click.echo(f"the reports cannot be written: {error.strerror}", err=True)
+        sys.exit(2)
     if style == "text":
         click.echo(f"{result.n_files} files read, {len(result.reports)} reports", err=True)
     sys.exit(result.exit_code)

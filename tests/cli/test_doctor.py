@@ -130,7 +130,8 @@ class Driver:
         return 0, number
 
     def cuDeviceGetName(self, _nbytes, device):  # noqa: N802
-        return 0, f"GPU {device}".encode() + bytes(20)
+        # As a driver does: what stands behind the name is not all zeros.
+        return 0, f"GPU {device}".encode() + bytes(20) + b"  "
 
     def cuDeviceGetAttribute(self, kind, _device):  # noqa: N802
         return 0, {"major": 9, "minor": 0, "processors": 132}[kind]

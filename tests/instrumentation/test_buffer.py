@@ -158,3 +158,12 @@ class TestOwnership:
         for owner in (TARGET, DRAFT, MODEL):
             assert buffer.permits(owner, "read")
             assert not buffer.permits(owner, "write")
+
+
+@pytest.mark.parametrize("index", [1.0, "a", None])
+def test_rows_are_whole_numbers(index):
+    view = World(Level.OFF).buffer(64).view(np.float32, (4, 4))
+    with pytest.raises(BadInputError, match="whole number"):
+        view.row(index)
+    with pytest.raises(BadInputError, match="whole number"):
+        view.slice(index, 2)

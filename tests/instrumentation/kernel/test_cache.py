@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from kernel_runner import run
 from kernel_source import load_module
+from sample_kernels import arg_max
 from structlog.testing import capture_logs
 
-from instrumentation.kernel import compile_listeners, host_cache
+from instrumentation.kernel import HostOptions, compile_listeners, host_cache
+from instrumentation.kernel.host_compile import compile_host
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = """
@@ -152,3 +154,14 @@ def test_two_threads_compile_the_same_kernel(tmp_path, compiled):
         thread.join()
     assert len(set(addresses)) == 1
     assert compiled == ["λ_step"]
+
+
+@pytest.mark.parametrize("keep", [0, 0.5])
+def test_a_source_that_was_cut_short_is_written_again(tmp_path, monkeypatch, keep):
+    monkeypatch.setenv("REFENGINE_CACHE_DIR", str(tmp_path))
+    plan = arg_max.plan
+    path = compile_host(plan, HostOptions(), strict_floats=False).path
+    text = path.read_text()
+    path.write_text(text[: int(len(text) * keep)])
+    assert compile_host(plan, HostOptions(), strict_floats=False).address
+    assert path.read_text() == text
