@@ -17,6 +17,14 @@ from instrumentation import interrupts
 MODEL = Path(__file__).resolve().parents[1] / "data" / "llama.gguf"
 
 
+@pytest.fixture(autouse=True)
+def usual_handler():
+    """What a terminal has; a job in the background starts with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt_now():
     signal.raise_signal(signal.SIGINT)
 
