@@ -1,6 +1,6 @@
 """Time generation on the host device: start, decode, prompt, resident memory. One process per row.
 
-usage: python benchmarks/generate.py [-m MODEL] [-c N] [--check LEVEL ...] [-r REPEATS]
+usage: python benchmarks/generate.py [-m MODEL] [-c N] [--check LEVEL ...] [-r REPEATS] [-t THREADS]
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 CHILD = "--child"
 
 
-def measure(model: str, n_ctx: int, check: str, repeats: int) -> dict[str, float]:
+def measure(model: str, n_ctx: int, check: str, repeats: int, threads: int | None) -> dict[str, float]:
     """One engine from import to close; rates are the best of ``repeats``."""
     started = time.perf_counter()
     import numpy as np  # noqa: PLC0415
@@ -24,7 +24,7 @@ def measure(model: str, n_ctx: int, check: str, repeats: int) -> dict[str, float
     import refengine  # noqa: PLC0415
     from refengine.models import resolve_model  # noqa: PLC0415
 
-    engine = refengine.load(resolve_model(model), check=check, n_ctx=n_ctx)
+    engine = refengine.load(resolve_model(model), check=check, n_ctx=n_ctx, threads=threads)
     engine.generate("Hello", n_predict=1, temperature=0)
     first = time.perf_counter() - started
     rng = np.random.default_rng(0)
@@ -63,16 +63,18 @@ def main() -> None:
     parser.add_argument("-c", "--ctx-size", type=int, default=2048)
     parser.add_argument("--check", nargs="+", default=["off", "guard"])
     parser.add_argument("-r", "--repeats", type=int, default=3)
+    parser.add_argument("-t", "--threads", type=int, help="threads of the host device; all cores")
     parser.add_argument(CHILD, action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
-        print(json.dumps(measure(given.model, given.ctx_size, given.check[0], given.repeats)))
+        print(json.dumps(measure(given.model, given.ctx_size, given.check[0], given.repeats, given.threads)))
         return
     print(f"{given.model}, -c {given.ctx_size}, {platform.machine()}, Python {platform.python_version()}")
     rows = []
     for check in given.check:
         command = [sys.executable, str(Path(__file__)), CHILD, "-m", given.model, "-c", str(given.ctx_size)]
         command += ["--check", check, "-r", str(given.repeats)]
+        command += [] if given.threads is None else ["-t", str(given.threads)]
         rows.append((check, json.loads(subprocess.run(command, check=True, capture_output=True).stdout)))
     names = list(rows[0][1])
     print("| check | " + " | ".join(names) + " |")
