@@ -215,6 +215,8 @@ def _summarise(engine: Engine, result: Generation, reserved: int, used: int) -> 
             f"{name:>16} = {seconds * 1e3:10.2f} ms / {count:5d} {unit} "
             f"({each:8.2f} ms per token, {rate:8.2f} tokens per second)"
         )
+    if engine.draft is not None:
+        lines.append(str(result.draft))
     lines.append(
         f"memory peak: {count_bytes(reserved)} reserved ({reserved} bytes), {count_bytes(used)} used ({used} bytes), "
         f"device {engine.device.name}"

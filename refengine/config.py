@@ -310,9 +310,9 @@ def _tensors(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
         yield from mtp_tensors(config, config.hybrid)
 
 
-def loaded_tensors(config: ModelConfig) -> dict[str, Shape]:
-    """Those of ``expected_tensors`` that the engine computes with: all but the MTP block's, which is not built yet."""
-    return dict(_trunk_tensors(config))
+def loaded_tensors(config: ModelConfig, *, draft: bool) -> dict[str, Shape]:
+    """Those of ``expected_tensors`` that the engine computes with: the MTP block's only if it is to ``draft``."""
+    return dict(_tensors(config) if draft else _trunk_tensors(config))
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:

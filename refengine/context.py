@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,30 +13,26 @@ import structlog
 
 from instrumentation import interrupts
 from instrumentation.errors import DeviceError, OutOfMemoryError
-from instrumentation.ownership import Owner
 from instrumentation.reservation import BufferRequest, ReservationError
-from refengine.architectures import BUILDERS
-from refengine.errors import AbortedError
+from refengine.batch import Batch, micro_batches
+from refengine.context_plan import ContextPlan, ContextSettings
+from refengine.errors import AbortedError, ComputeError, ContextSizeError
 from refengine.executor import Executor, Operations
-from refengine.graph import BatchShape, ContextShape
-from refengine.kernels.attention import PAGE, SPAN
+from refengine.graph import BatchShape
 from refengine.kernels.rope import rope_tables
-from refengine.memory.kv_cache import CacheShape, KVCache
-from refengine.memory.recurrent_state import RecurrentShape, RecurrentState
+from refengine.memory.kv_cache import KVCache
+from refengine.memory.recurrent_state import RecurrentState
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
     from instrumentation.allocator import Allocator
-    from instrumentation.devices.base import Device, Stream
+    from instrumentation.devices.base import Device, Event, Stream
     from instrumentation.view import View
-    from refengine.config import ModelConfig
-    from refengine.graph import Graph
-    from refengine.kernels.attention import CacheType
     from refengine.weights import Weights
 
+__all__ = ["Context", "ContextPlan", "ContextSettings", "DecodeStatus"]
 log = structlog.get_logger()
-
-#: rows of logits that one micro-batch can give: a vocabulary of 250,000 makes each a megabyte
-MAX_OUTPUTS = 32
 
 
 class DecodeStatus(enum.IntEnum):
@@ -51,173 +46,63 @@ class DecodeStatus(enum.IntEnum):
     COMPUTE_FAILED = -3
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Tokens to compute, each at a position of a sequence. All arrays [n_tokens].
-
-    For a model with recurrent layers the rows of a sequence must be consecutive.
-    """
-
-    tokens: npt.NDArray[np.int32]
-    position: npt.NDArray[np.int32]
-    sequence: npt.NDArray[np.int32]
-    #: whose logits are wanted
-    outputs: npt.NDArray[np.bool_]
-    #: whether the hidden states of those rows are wanted too
-    hidden: bool = False
-
-    def __post_init__(self) -> None:
-        shape = (len(self.tokens),)
-        for array in (self.tokens, self.position, self.sequence):
-            assert array.shape == shape, self
-            assert array.dtype == np.int32, self
-        assert self.outputs.shape == shape, self
-        assert self.outputs.dtype == np.bool_, self
-
-    @classmethod
-    def of(cls, tokens: Any, start: int, sequence: int, outputs: str, *, hidden: bool = False) -> Batch:
-        """Consecutive tokens of one sequence from position ``start``; outputs ``"all"``, ``"last"`` or ``"none"``."""
-        ids = np.asarray(tokens, np.int32)
-        wanted = np.full(len(ids), outputs == "all")
-        if outputs == "last":
-            wanted[-1] = True
-        position = np.arange(start, start + len(ids), dtype=np.int32)
-        return cls(ids, position, np.full(len(ids), sequence, np.int32), wanted, hidden)
-
-
-@dataclass(frozen=True)
-class ContextSettings:
-    """Sizes of a context; see ``refengine.load`` for what they mean."""
-
-    n_ctx: int
-    n_batch: int
-    n_ubatch: int
-    n_sequences: int
-    cache_type: CacheType
-    capture: bool
-    #: reserve compute memory for the largest batch at load; otherwise it grows with what is computed
-    worst_case_reserve: bool = True
-
-    def __post_init__(self) -> None:
-        assert min(self.n_ctx, self.n_batch, self.n_ubatch, self.n_sequences) >= 1, self
-
-    @property
-    def worst_shapes(self) -> list[BatchShape]:
-        """Batch shapes that need the most memory: one, since a plan grows with each extent of its shape."""
-        cells = -(-self.n_ctx // PAGE) * PAGE
-        n_tokens = min(self.n_ubatch, self.n_batch, cells, self.n_ctx * self.n_sequences)
-        return [BatchShape(n_tokens, min(n_tokens, MAX_OUTPUTS), self.n_spans(self.n_ctx))]
-
-    @property
-    def reserved_shapes(self) -> list[BatchShape]:
-        """Batch shapes whose compute memory is reserved at load."""
-        return self.worst_shapes if self.worst_case_reserve else [BatchShape(1, 1, 1)]
-
-    def n_spans(self, n_positions: int) -> int:
-        """Spans that a graph covers for rows that see up to ``n_positions``: a power of two, or all that there are.
-
-        Few different shapes, so that captured launches are used again, and never twice the work.
-        """
-        most = -(-self.n_ctx // SPAN)
-        wanted = -(-n_positions // SPAN)
-        return min(1 << (wanted - 1).bit_length(), most)
-
-
-def cache_shape(config: ModelConfig, settings: ContextSettings) -> CacheShape:
-    """KV cache of a model in a context."""
-    return CacheShape(
-        n_layer=len(config.attention_layers),
-        n_head_kv=config.n_head_kv,
-        head_dim=config.head_dim,
-        n_ctx=settings.n_ctx,
-        n_sequences=settings.n_sequences,
-        type=settings.cache_type,
-    )
-
-
-def recurrent_shape(config: ModelConfig, settings: ContextSettings) -> RecurrentShape | None:
-    """Recurrent state of a model in a context; None for a model without."""
-    hybrid = config.hybrid
-    if hybrid is None:
-        return None
-    return RecurrentShape(
-        layers=config.recurrent_layers,
-        n_head=hybrid.n_value_head,
-        state_size=hybrid.state_size,
-        n_channels=hybrid.n_channels,
-        n_taps=hybrid.n_taps,
-        n_sequences=settings.n_sequences,
-        n_rs_seq=0,
-    )
-
-
-def graph_builder(config: ModelConfig, settings: ContextSettings) -> Any:
-    """Function from a batch shape to the model's graph in a context."""
-    context = ContextShape(settings.n_sequences, cache_shape(config, settings).n_pages)
-    build = BUILDERS[config.architecture]
-
-    def of_shape(shape: BatchShape) -> Graph:
-        return build(config, context, shape)
-
-    return of_shape
-
-
-def rotary_requests(config: ModelConfig, settings: ContextSettings, owner: Owner) -> list[BufferRequest]:
-    """Buffers of the cosine and sine tables: float32 [n_ctx, n_rot / 2] each."""
-    nbytes = settings.n_ctx * (config.n_rot // 2) * 4
-    return [BufferRequest(nbytes=nbytes, owner=owner, name=f"rotary.{part}") for part in ("cosine", "sine")]
-
-
 class Context:
-    """A model's weights with the memory and the stream of one role (``target``)."""
+    """A model's weights with the memory and the stream of one role, ``target`` or ``draft``.
+
+    ``lent``: buffers of other contexts that its graphs name; they are read under ``Context.lend_hidden``.
+    """
 
     def __init__(
         self,
         device: Device,
         allocator: Allocator,
-        config: ModelConfig,
         weights: Weights,
-        settings: ContextSettings,
-        role: str = "target",
+        plan: ContextPlan,
+        lent: Mapping[str, View] | None = None,
     ) -> None:
-        self.config = config
-        self.settings = settings
-        self.owner = Owner(role)
+        self.plan = plan
+        self.config = plan.config
+        self.settings = plan.settings
+        self.owner = plan.owner
         with ExitStack() as undo:
-            self.stream: Stream = device.create_stream(owner=self.owner, name=role)
+            self.stream: Stream = device.create_stream(owner=self.owner, name=plan.role)
             undo.callback(self.stream.destroy)
-            self.cache = KVCache(allocator, cache_shape(config, settings), self.owner)
+            self.cache = KVCache(allocator, plan.cache, self.owner)
             undo.callback(self.cache.release)
             #: None for a model without recurrent layers
             self.states: RecurrentState | None = None
-            shape = recurrent_shape(config, settings)
-            if shape is not None:
-                self.states = RecurrentState(allocator, shape, self.owner)
+            if plan.recurrent is not None:
+                self.states = RecurrentState(allocator, plan.recurrent, self.owner)
                 undo.callback(self.states.release)
             rotary = self._load_rotary(allocator, weights, undo)
+            #: hidden states that outlive a graph: ``ContextPlan.kept_rows``
+            self.kept = self._reserve_kept(allocator, undo)
+            self._handed: Event | None = None
+            if self.settings.hands_over:
+                self._handed = device.create_event(owner=self.owner, name="hidden states")
+                undo.callback(self._handed.destroy)
             operations = Operations(
                 weights,
-                dict(zip(config.attention_layers, self.cache.layers, strict=True)),
+                dict(zip(plan.attention_layers, self.cache.layers, strict=True)),
                 self.states.layers if self.states is not None else {},
-                settings.cache_type,
+                self.settings.cache_type,
                 rotary,
+                {**self.kept, **(lent or {})},
             )
             self.executor = Executor(
-                allocator, self.stream, self.owner, graph_builder(config, settings), operations,
-                capture=settings.capture,
-            )  # fmt: skip
-            self.executor.reserve(self.executor.nbytes(settings.reserved_shapes))
+                allocator, self.stream, self.owner, plan.graph, operations, capture=self.settings.capture
+            )
+            self.executor.reserve(self.executor.nbytes(self.settings.reserved_shapes))
             undo.callback(self.executor.release)
             self._undo = undo.pop_all()
         #: logits of the last decode's wanted rows, float32 [n_outputs, n_vocab]
-        self.logits: npt.NDArray[np.float32] = np.empty((0, config.n_vocab), np.float32)
+        self.logits: npt.NDArray[np.float32] = np.empty((0, self.config.n_vocab), np.float32)
         #: final-normed hidden states of the same rows, float32 [n_outputs, n_embd]; no rows unless asked for
-        self.hidden: npt.NDArray[np.float32] = np.empty((0, config.n_embd), np.float32)
+        self.hidden: npt.NDArray[np.float32] = np.empty((0, self.config.n_embd), np.float32)
         #: what the last decode failed with
         self.error: Exception | None = None
-        #: sequences that the last decode had to forget: compute them again from position 0
-        self.forgotten: tuple[int, ...] = ()
-        self._is_running = False
+
+    # --- memory
 
     def _load_rotary(self, allocator: Allocator, weights: Weights, undo: ExitStack) -> tuple[View, View]:
         config, settings = self.config, self.settings
@@ -228,77 +113,66 @@ class Context:
             self.stream.synchronize()
             factors = host
         tables = rope_tables(settings.n_ctx, config.n_rot, config.rope_base, config.rope_freq_scale, factors)
-        requests = rotary_requests(config, settings, self.owner)
-        arena = allocator.reserve_arena(
-            allocator.arena_size(requests), owner=self.owner, name="rotary"
-        ).unwrap()
+        views = self._reserve(allocator, "rotary", self.plan.rotary, [table.shape for table in tables], undo)
+        for view, table in zip(views, tables, strict=True):
+            self.stream.copy_in(view, table)
+        self.stream.synchronize()
+        cosine, sine = views
+        return cosine, sine
+
+    def _reserve_kept(self, allocator: Allocator, undo: ExitStack) -> dict[str, View]:
+        if self.plan.kept_rows is None:
+            return {}
+        name, rows = self.plan.kept_rows
+        shape = (rows, self.config.n_embd)
+        return {name: self._reserve(allocator, "kept", self.plan.kept, [shape], undo)[0]}
+
+    def _reserve(
+        self,
+        allocator: Allocator,
+        name: str,
+        requests: list[BufferRequest],
+        shapes: Iterable[tuple[int, ...]],
+        undo: ExitStack,
+    ) -> list[View]:
+        """An arena with float32 buffers, given back by ``undo``."""
+        size = allocator.arena_size(requests)
+        arena = allocator.reserve_arena(size, owner=self.owner, name=name).unwrap()
         undo.callback(arena.release)
         buffers = arena.reserve_all(requests).unwrap()
         for buffer in buffers:
             undo.callback(buffer.free)
         # A copy that is queued when the next one fails must run while its buffer lives.
         undo.callback(self.stream.synchronize)
-        views = []
-        for buffer, table in zip(buffers, tables, strict=True):
-            view = buffer.view(np.float32, table.shape)
-            self.stream.copy_in(view, table)
-            views.append(view)
-        self.stream.synchronize()
-        cosine, sine = views
-        return cosine, sine
+        return [buffer.view(np.float32, shape) for buffer, shape in zip(buffers, shapes, strict=True)]
 
-    def decode(self, batch: Batch) -> DecodeStatus:
-        """Compute a batch; positions of a sequence must follow what its cache holds.
+    @contextmanager
+    def lend_hidden(self, to: Context) -> Iterator[None]:
+        """Let another context read the hidden states of the last decode, behind what this stream has queued."""
+        assert self._handed is not None, "a context that hands nothing over"
+        self.stream.record(self._handed)
+        buffer = self.kept["hidden"].buffer
+        with buffer.lend(to=to.owner, mode="read", after=self._handed, by=self.owner):
+            to.stream.wait(self._handed)
+            yield
 
-        On ``OK`` ``logits`` has a row for each wanted token, in batch order. On anything else the cache is as it
-        was before the call, and ``error`` says why; but recurrent states are overwritten as they are computed, so for
-        a model that has them the sequences of a batch that failed while it ran are forgotten whole: their length is
-        0, ``forgotten`` lists them, and the caller computes them again.
+    # --- sequences
 
-        An interrupt waits until the current micro-batch is done or its kernels' launches are undone; then the status
-        is ``ABORTED`` and the signal is acted on when this returns.
-        """
-        with interrupts.deferred():
-            return self._decode(batch)
-
-    def _decode(self, batch: Batch) -> DecodeStatus:
-        self.error = None
-        self.forgotten = ()
-        self._is_running = False
-        if not self._is_valid(batch):
-            return DecodeStatus.INVALID_BATCH
-        counts = Counter(batch.sequence.tolist())
-        before = {s: self.cache.length(s) for s in counts}
-        if not self.cache.extend(counts):
-            log.warning("failed to find free space in the KV cache", n_tokens=len(batch.tokens))
-            return DecodeStatus.NO_KV_SLOT
-        done = False
-        try:
-            status = self._run_all(batch)
-            done = status == DecodeStatus.OK
-        finally:
-            if not done:
-                self._undo_batch(before)
-        return status
-
-    def _undo_batch(self, before: dict[int, int]) -> None:
-        if self.states is None or not self._is_running:
-            for s, length in before.items():
-                self.cache.truncate(s, length)
-            return
-        for s in before:
-            self.remove(s)
-        self.forgotten = tuple(before)
-        lost = f"recurrent states were being written: sequences {sorted(before)} are forgotten; compute them again"
-        if self.error is not None:
-            self.error.add_note(lost)
-        log.warning("recurrent states lost", owner=str(self.owner), sequences=sorted(before))
+    def length(self, sequence: int) -> int:
+        """Positions that a sequence holds."""
+        return self.cache.length(sequence)
 
     def remove(self, sequence: int) -> None:
         """Forget a sequence."""
         self.cache.remove(sequence)
         if self.states is not None:
             self.states.clear(sequence)
+
+    def keep(self, sequence: int) -> None:
+        """Forget every other sequence."""
+        for other in range(self.settings.n_sequences):
+            if other != sequence:
+                self.remove(other)
 
     def truncate(self, sequence: int, length: int) -> bool:
         """Keep the first ``length`` positions of a sequence; False, and nothing changes, when that cannot be done.
@@ -308,12 +182,32 @@ class Context:
         if length == 0:
             self.remove(sequence)
             return True
-        if self.states is not None and not self.states.rollback(
-            sequence, self.cache.length(sequence) - length
-        ):
+        if self.states is not None and not self.states.rollback(sequence, self.length(sequence) - length):
             return False
         self.cache.truncate(sequence, length)
         return True
+
+    def copy(self, source: int, target: int) -> None:
+        """Make ``target`` hold what ``source`` holds; cached pages are shared until one of them goes on.
+
+        Raises what a device copy raises; then ``target`` is empty.
+        """
+        if source == target:
+            return
+        with interrupts.deferred():
+            self.remove(target)
+            if self.states is not None:
+                self._copy_state(self.states, source, target)
+            self.cache.share(source, target)
+
+    def _copy_state(self, states: RecurrentState, source: int, target: int) -> None:
+        try:
+            for old_slot, old_plane, slot, plane in states.copies(source, target):
+                for view in (view for layer in states.layers.values() for view in layer):
+                    self.stream.copy(view.row(slot).row(plane), view.row(old_slot).row(old_plane))
+        finally:
+            self.stream.synchronize()
+        states.assume(source, target)
 
     def check_integrity(self) -> None:
         """The books of the cache and the states hold and agree. Raises AssertionError: a bug here."""
@@ -321,11 +215,80 @@ class Context:
         if self.states is not None:
             self.states.check_integrity()
             for s in range(self.settings.n_sequences):
-                lengths = self.cache.length(s), self.states.length(s)
+                lengths = self.length(s), self.states.length(s)
                 assert lengths[0] == lengths[1], f"sequence {s}: cache and state have seen {lengths} tokens"
 
+    # --- decode
+
+    def decode(self, batch: Batch) -> DecodeStatus:
+        """Compute a batch; positions of a sequence must follow what its cache holds.
+
+        On ``OK`` ``logits`` has a row for each wanted token, in batch order. On anything else every sequence is as it
+        was before the call, and ``error`` says why.
+
+        An interrupt waits until the current micro-batch is done or its kernels' launches are undone; then the status
+        is ``ABORTED`` and the signal is acted on when this returns.
+        """
+        with interrupts.deferred():
+            return self._decode(batch)
+
+    def require(self, status: DecodeStatus) -> None:
+        """Raise what a request is told when the last decode ended so: nothing for ``OK``."""
+        if status == DecodeStatus.OK:
+            return
+        if status == DecodeStatus.NO_KV_SLOT:
+            raise ContextSizeError("Context size has been exceeded.")
+        reason = f": {self.error}" if self.error else ""
+        raise ComputeError(f"Compute error. (decode status {int(status)}){reason}") from self.error
+
+    def _decode(self, batch: Batch) -> DecodeStatus:
+        self.error = None
+        if not self._is_valid(batch):
+            return DecodeStatus.INVALID_BATCH
+        counts = Counter(batch.sequence.tolist())
+        if not self.cache.fits(counts):
+            log.debug("failed to find free space in the KV cache", owner=str(self.owner), n_tokens=len(batch))
+            return DecodeStatus.NO_KV_SLOT
+        before = {s: self.length(s) for s in counts}
+        done = False
+        if self.states is not None:
+            self.states.begin(counts)
+        try:
+            status = self._part_tails(counts)
+            if status == DecodeStatus.OK:
+                taken = self.cache.extend(counts)
+                assert taken, "there was room before the tails were parted"
+                status = self._run_all(batch)
+            done = status == DecodeStatus.OK
+        finally:
+            if not done:
+                for s, length in before.items():
+                    self.cache.truncate(s, length)
+            if self.states is not None:
+                (self.states.end if done else self.states.abort)(counts)
+        return status
+
+    def _part_tails(self, sequences: Iterable[int]) -> DecodeStatus:
+        """Copy shared pages that are about to be written."""
+        for s in sequences:
+            parted = self.cache.part_tail(s)
+            if parted is None:
+                continue
+            old, new = parted
+            try:
+                for source, target in zip(
+                    self.cache.page_views(old), self.cache.page_views(new), strict=True
+                ):
+                    self.stream.copy(target, source)
+            except DeviceError as error:
+                self.cache.join_tail(s, old)
+                return self._failed(DecodeStatus.COMPUTE_FAILED, "failed to copy a shared page", error)
+            finally:
+                self.stream.synchronize()
+        return DecodeStatus.OK
+
     def _is_valid(self, batch: Batch) -> bool:
-        if not 1 <= len(batch.tokens) <= self.settings.n_batch:
+        if not 1 <= len(batch) <= self.settings.n_batch:
             return False
         if batch.tokens.min() < 0 or batch.tokens.max() >= self.config.n_vocab:
             return False
@@ -333,7 +296,7 @@ class Context:
             return False
         for s in np.unique(batch.sequence):
             position = batch.position[batch.sequence == s]
-            start = self.cache.length(int(s))
+            start = self.length(int(s))
             follows = np.array_equal(position, np.arange(start, start + len(position)))
             if not follows or start + len(position) > self.settings.n_ctx:
                 return False
@@ -346,53 +309,33 @@ class Context:
         n_outputs = int(batch.outputs.sum())
         self.logits = np.empty((n_outputs, self.config.n_vocab), np.float32)
         self.hidden = np.empty((n_outputs if batch.hidden else 0, self.config.n_embd), np.float32)
-        start = filled = 0
-        while start < len(batch.tokens):
+        filled = 0
+        for start, stop in micro_batches(batch, self.settings.limits):
             if start and interrupts.pending():
                 return DecodeStatus.ABORTED
-            stop = self._micro_batch_end(batch, start)
-            rows = np.flatnonzero(batch.outputs[start:stop]).astype(np.int32)
+            part = batch.part(start, stop)
+            n_rows = int(part.outputs.sum())
             outputs: dict[str, npt.NDArray[Any]] = {}
-            if len(rows):
-                outputs["result_output"] = self.logits[filled : filled + len(rows)]
+            if n_rows:
+                outputs["result_output"] = self.logits[filled : filled + n_rows]
                 if batch.hidden:
-                    outputs["result_norm"] = self.hidden[filled : filled + len(rows)]
-            status = self._run(batch, start, stop, rows, outputs)
+                    outputs["result_norm"] = self.hidden[filled : filled + n_rows]
+            status = self._run(part, start, outputs)
             if status != DecodeStatus.OK:
                 return status
-            start, filled = stop, filled + len(rows)
+            filled += n_rows
         return DecodeStatus.OK
 
-    def _micro_batch_end(self, batch: Batch, start: int) -> int:
-        stop = min(start + self.settings.n_ubatch, len(batch.tokens))
-        wanted = np.flatnonzero(batch.outputs[start:stop])
-        return stop if len(wanted) <= MAX_OUTPUTS else start + int(wanted[MAX_OUTPUTS])
-
-    def _run(
-        self,
-        batch: Batch,
-        start: int,
-        stop: int,
-        rows: npt.NDArray[np.int32],
-        outputs: dict[str, npt.NDArray[Any]],
-    ) -> DecodeStatus:
-        n_spans = self.settings.n_spans(int(batch.position[start:stop].max()) + 1)
-        executable = self.executor.prepare(BatchShape(stop - start, len(rows), n_spans))
+    def _run(self, part: Batch, start: int, outputs: dict[str, npt.NDArray[Any]]) -> DecodeStatus:
+        """Run the micro-batch that begins at row ``start`` of its batch."""
+        rows = np.flatnonzero(part.outputs).astype(np.int32)
+        n_spans = self.settings.n_spans(int(part.position.max()) + 1)
+        executable = self.executor.prepare(BatchShape(len(part), len(rows), n_spans))
         if isinstance(executable, ReservationError):
             return self._failed(DecodeStatus.ALLOC_FAILED, "failed to reserve graph", executable)
-        position, sequence = batch.position[start:stop], batch.sequence[start:stop]
-        inputs: dict[str, npt.NDArray[Any]] = {
-            "tokens": batch.tokens[start:stop],
-            "position": position,
-            "sequence": sequence,
-            "cell": self.cache.cells(sequence, position),
-            "pages": self.cache.page_table(),
-        }
+        inputs = self._inputs(part, start)
         if len(rows):
             inputs["output_rows"] = rows
-        if self.states is not None:
-            inputs["segments"] = self.states.segments(sequence)
-        self._is_running = True
         try:
             self.executor.run(executable, inputs, outputs)
         except AbortedError:
@@ -402,9 +345,27 @@ class Context:
         except DeviceError as error:
             return self._failed(DecodeStatus.COMPUTE_FAILED, "failed to compute graph", error)
         if self.states is not None:
-            for s, n_rows in Counter(sequence.tolist()).items():
-                self.states.commit(s, n_rows)
+            for s, n_rows in Counter(part.sequence.tolist()).items():
+                self.states.advance(s, n_rows)
         return DecodeStatus.OK
+
+    def _inputs(self, part: Batch, start: int) -> dict[str, npt.NDArray[Any]]:
+        inputs: dict[str, npt.NDArray[Any]] = {
+            "tokens": part.tokens,
+            "position": part.position,
+            "sequence": part.sequence,
+            "cell": self.cache.cells(part.sequence, part.position),
+            "pages": self.cache.page_table(),
+        }
+        if self.states is not None:
+            inputs["segments"] = self.states.segments(part.sequence)
+        if self.settings.hands_over:
+            inputs["hidden_rows"] = np.arange(start, start + len(part), dtype=np.int32)
+        if part.hidden_rows is not None:
+            inputs["hidden_rows"] = part.hidden_rows
+        if part.chain_rows is not None:
+            inputs["chain_rows"] = part.chain_rows
+        return inputs
 
     def _failed(self, status: DecodeStatus, event: str, error: Exception) -> DecodeStatus:
         self.error = error

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -21,15 +21,19 @@ from instrumentation.findings import Finding, FindingLog
 from instrumentation.levels import Level
 from instrumentation.ownership import Owner
 from instrumentation.reports.text import render
+from refengine.batch import Batch
 from refengine.config import ModelConfig, check_tensors
-from refengine.context import MAX_OUTPUTS, Batch, Context, DecodeStatus
-from refengine.errors import ComputeError, ContextSizeError, RequestError
-from refengine.generation import FinishReason, Generation, Timings
+from refengine.context import Context
+from refengine.context_plan import MAX_OUTPUTS
+from refengine.errors import ContextSizeError, RequestError
 from refengine.gguf_file import GGUFFile
 from refengine.inspection import check_limit
 from refengine.models import resolve_model
 from refengine.options import EngineOptions
+from refengine.request import Ask, Request
 from refengine.sampling import Sampler, SamplingParams
+from refengine.scheduler import Scheduler
+from refengine.speculative import MtpDrafter
 from refengine.tokenizer import Tokenizer
 from refengine.weights import Progress, WeightPlan, Weights
 
@@ -39,11 +43,12 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from instrumentation.faults import Faults
+    from refengine.generation import Generation
 
 Prompt = str | bytes | Sequence[int]
 MODEL_OWNER = Owner("model")
-#: logit of a token that must not be chosen: finite, so that it is told apart from a kernel's mistake
-NEVER = np.float32(-1e30)
+#: seconds after which who waits for another thread's work looks again
+_POLL = 0.05
 
 
 def load(
@@ -67,7 +72,10 @@ def load(
 
 
 class Engine:
-    """A loaded model with one target context. Made by ``load``; close it, or use it as a context manager."""
+    """A loaded model with a target context, and a draft context if asked for.
+
+    Made by ``load``; close it, or use it as a context manager. Several threads may use it at once.
+    """
 
     def __init__(
         self,
@@ -83,7 +91,8 @@ class Engine:
         self.level = Level.parse(options.check)
         self.config = ModelConfig.from_gguf(gguf)
         check_tensors(gguf, self.config)
-        self.settings = options.context_settings(self.config)
+        plans = options.context_plans(self.config)
+        self.settings = plans[0].settings
         self.tokenizer = Tokenizer.from_metadata(gguf.metadata)
         if self.tokenizer.n_vocab > self.config.n_vocab:
             raise gguf.error(
@@ -93,10 +102,13 @@ class Engine:
         template = gguf.metadata.get("tokenizer.chat_template")
         self.chat_template = template if isinstance(template, str) else None
         self._log = FindingLog(on_finding)
-        # Held for one computation. A stream holds its turn from its first piece to its last.
+        # Held for one step of the scheduler.
         self._lock = threading.RLock()
-        self._turn = threading.Lock()
-        self._turn_thread: int | None = None
+        self._numbers = itertools.count(1)
+        self._pump: threading.Thread | None = None
+        self._stepping = False
+        #: requests that were cancelled in the middle of a step
+        self._given_up: list[Request] = []
         self._closed = False
         check_limit(gguf, options)
         with ExitStack() as undo:
@@ -113,16 +125,30 @@ class Engine:
             self.device.faults = faults
             with interrupts.deferred():
                 self.weights = Weights(
-                    self.allocator, WeightPlan(gguf, self.config, MODEL_OWNER), MODEL_OWNER
+                    self.allocator,
+                    WeightPlan(gguf, self.config, MODEL_OWNER, draft=len(plans) > 1),
+                    MODEL_OWNER,
                 )
                 undo.callback(self.weights.release)
             loader = self.device.create_stream(owner=MODEL_OWNER, name="load")
             undo.callback(loader.destroy)
             self.weights.load(loader, progress)
             with interrupts.deferred():
-                self.context = Context(self.device, self.allocator, self.config, self.weights, self.settings)
+                self.context = Context(self.device, self.allocator, self.weights, plans[0])
                 undo.callback(self.context.release)
+            #: the context of the MTP block, with ``spec_type``
+            self.draft: Context | None = None
+            if len(plans) > 1:
+                with interrupts.deferred():
+                    self.draft = Context(
+                        self.device, self.allocator, self.weights, plans[1], lent=self.context.kept
+                    )
+                    undo.callback(self.draft.release)
             self._undo = undo.pop_all()
+        self._drafter = None
+        if self.draft is not None and options.drafts is not None:
+            self._drafter = MtpDrafter(self.draft, self.context, options.drafts)
+        self.scheduler = Scheduler(self.context, self._drafter, options.n_draft)
         self.load_seconds = time.perf_counter() - started
 
     # --- teacher forced
@@ -144,16 +170,74 @@ class Engine:
         self._teacher_forced(ids, out, hidden=True)
         return out
 
+    def draft_logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Logits of the MTP block for (hidden state after tokens[p], tokens[p + 1]): float32 [n_tokens - 1, n_vocab].
+
+        From an empty draft cache that begins with position 1, as if there were no token 0; a row's logits depend on
+        differences of positions alone. Raises ``RequestError`` without a draft context, or for a single token.
+        """
+        drafter = self._drafter
+        if drafter is None:
+            raise RequestError("the engine has no draft context; load the model with spec_type draft-mtp")
+        ids = self._check_tokens(tokens)
+        if len(ids) < 2:
+            raise RequestError("one token gives no draft logits; give at least two")
+        out = np.empty((len(ids) - 1, self.config.n_vocab), np.float32)
+        with self._alone():
+            for start in range(0, len(out), self.settings.n_batch):
+                part = ids[start : min(start + self.settings.n_batch, len(out))]
+                self.context.require(self.context.decode(Batch.of(part, start, 0, "none")))
+                rows = range(len(part))
+                following = ids[start + 1 : start + 1 + len(part)]
+                out[start : start + len(part)] = drafter.logits(following, rows, 0)
+        return out
+
     def _teacher_forced(self, ids: list[int], out: npt.NDArray[np.float32], *, hidden: bool) -> None:
         """Decode tokens from an empty cache; logits, or hidden states, of all of them into ``out``."""
-        with self._sequence() as sequence:
+        with self._alone():
             for start in range(0, len(ids), self.settings.n_batch):
                 part = ids[start : start + self.settings.n_batch]
-                self._decode(Batch.of(part, start, sequence, "all", hidden=hidden))
-                rows = self.context.hidden if hidden else self.context.logits
-                out[start : start + len(part)] = rows
+                batch = Batch.of(part, start, 0, "all", hidden=hidden)
+                self.context.require(self.context.decode(batch))
+                out[start : start + len(part)] = self.context.hidden if hidden else self.context.logits
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The whole context, empty, for a computation beside the requests: those that run are computed again later."""
+        with self._lock:
+            self._require_open()
+            with interrupts.deferred():
+                self.scheduler.clear()
+            try:
+                yield
+            finally:
+                with interrupts.deferred():
+                    for context in (self.context, self.draft):
+                        if context is not None:
+                            context.remove(0)
 
     # --- generation
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        n_predict: int = -1,
+        ignore_eos: bool = False,
+        return_logits: bool = False,
+        parse_special: bool = True,
+        **sampling: Any,
+    ) -> Request:
+        """Queue a generation and return at once; ``sampling`` are the fields of ``SamplingParams``.
+
+        Requests run together, ``n_slots`` at a time, in the order in which they came.
+        """
+        request = self._queued(prompt, n_predict, ignore_eos, return_logits, parse_special, sampling)
+        with self._lock:
+            if self._pump is None:
+                self._pump = threading.Thread(target=self._run_pump, name="refengine", daemon=True)
+                self._pump.start()
+        return request
 
     def generate(
         self,
@@ -166,15 +250,11 @@ class Engine:
         **sampling: Any,
     ) -> Generation:
         """Generate to the end and return everything; ``sampling`` are the fields of ``SamplingParams``."""
-        run = _Run(
-            self, prompt, n_predict, parse_special=parse_special, ignore_eos=ignore_eos, sampling=sampling
-        )
-        kept: list[npt.NDArray[np.float32]] = []
-        # Closed here, not when the garbage collector comes by: an interrupt may hit between two pieces.
-        with closing(run.pieces(kept if return_logits else None)) as pieces:
-            text = "".join(pieces)
-        empty = np.empty((0, self.config.n_vocab), np.float32)
-        return run.result(text, np.stack(kept) if kept else empty if return_logits else None)
+        request = self._queued(prompt, n_predict, ignore_eos, return_logits, parse_special, sampling)
+        try:
+            return request.result()
+        finally:
+            request.cancel()
 
     def stream(
         self,
@@ -187,20 +267,96 @@ class Engine:
         **sampling: Any,
     ) -> Generator[str, None, None]:
         """Pieces of text as they come, never half a character. ``on_end`` is given the whole at the end."""
-        run = _Run(
-            self, prompt, n_predict, parse_special=parse_special, ignore_eos=ignore_eos, sampling=sampling
-        )
+        ask = self._ask(prompt, n_predict, ignore_eos, False, parse_special, sampling)
 
         def pieces() -> Generator[str, None, None]:
-            text = []
-            with closing(run.pieces(None)) as inner:
-                for piece in inner:
-                    text.append(piece)
-                    yield piece
+            request = self._queue(ask)
+            yield from request.pieces()
             if on_end is not None:
-                on_end(run.result("".join(text), None))
+                on_end(request.generation())
 
         return pieces()
+
+    def drive(self, timeout: float | None = None) -> None:
+        """Do one step of the work that is queued, or wait while another thread does, up to ``timeout`` seconds."""
+        if not self._lock.acquire(timeout=_POLL if timeout is None else min(timeout, _POLL)):
+            return
+        try:
+            self._require_open()
+            self._step()
+        finally:
+            self._lock.release()
+
+    def _step(self) -> None:
+        """One step of the scheduler; the lock is held."""
+        with interrupts.deferred():
+            self._stepping = True
+            try:
+                self.scheduler.step()
+            finally:
+                self._stepping = False
+                while self._given_up:
+                    self.scheduler.cancel(self._given_up.pop())
+
+    def cancel(self, request: Request) -> None:
+        """End a request and give its memory back; does nothing when it has ended."""
+        with self._lock, interrupts.deferred():
+            if self._stepping:
+                # A stream that nobody holds any more is closed by the garbage collector, at any time.
+                self._given_up.append(request)
+            else:
+                self.scheduler.cancel(request)
+
+    def drop_prefixes(self) -> None:
+        """Forget the tokens that slots keep of ended requests, for those that begin with them."""
+        with self._lock, interrupts.deferred():
+            self.scheduler.drop_prefixes()
+
+    def _run_pump(self) -> None:
+        """Work until nothing is queued: what was submitted goes on while nobody waits for it."""
+        while True:
+            with self._lock:
+                if self._closed or self.scheduler.is_idle:
+                    self._pump = None
+                    return
+                try:
+                    self._step()
+                except Exception as error:  # noqa: BLE001 - whoever waits for a request is told
+                    self.scheduler.fail_all(error)
+
+    def _queued(
+        self,
+        prompt: Prompt,
+        n_predict: int,
+        ignore_eos: bool,
+        return_logits: bool,
+        parse_special: bool,
+        sampling: dict[str, Any],
+    ) -> Request:
+        return self._queue(self._ask(prompt, n_predict, ignore_eos, return_logits, parse_special, sampling))
+
+    def _ask(
+        self,
+        prompt: Prompt,
+        n_predict: int,
+        ignore_eos: bool,
+        return_logits: bool,
+        parse_special: bool,
+        sampling: dict[str, Any],
+    ) -> Ask:
+        if isinstance(prompt, str | bytes):
+            prompt = self.tokenizer.encode(prompt, parse_special=parse_special)
+        sampler = Sampler(_sampling_params(sampling))
+        return Ask(
+            self._check_tokens(prompt), n_predict, ignore_eos, return_logits, sampler, self.settings.n_ctx
+        )
+
+    def _queue(self, ask: Ask) -> Request:
+        with self._lock, interrupts.deferred():
+            self._require_open()
+            request = Request(next(self._numbers), ask, self.tokenizer, self)
+            self.scheduler.submit(request)
+        return request
 
     # --- findings and end
 
@@ -213,6 +369,9 @@ class Engine:
         """Verify guard bytes, quarantine and books now; returns what is new and keeps it in ``findings``."""
         with self._lock:
             self.context.check_integrity()
+            if self.draft is not None:
+                self.draft.check_integrity()
+            self.scheduler.check_integrity()
             return self.allocator.check_integrity()
 
     def close(self) -> None:
@@ -222,6 +381,9 @@ class Engine:
                 return
             self._closed = True
             with interrupts.deferred():
+                self.scheduler.fail_all(
+                    RequestError("the engine is closed; load the model again")
+                )
                 self._undo.close()
             leaks = self._log.of("MEM006")
         if leaks and self.level > Level.OFF:
@@ -258,137 +420,9 @@ class Engine:
             )
         return ids
 
-    @contextmanager
-    def _sequence(self) -> Iterator[int]:
-        """The engine's one sequence, for one request at a time; empty before and after, whatever happened."""
-        self._require_open()
-        if self._turn_thread == threading.get_ident():
-            raise RequestError(
-                "a stream of this engine is not finished; exhaust or close it before the next request"
-            )
-        # Not re-entrant, and any thread may release it: a stream may end in another thread than it began in.
-        with self._turn:
-            self._turn_thread = threading.get_ident()
-            try:
-                self._clear(0)
-                yield 0
-            finally:
-                self._turn_thread = None
-                if not self._closed:
-                    self._clear(0)
-
-    def _clear(self, sequence: int) -> None:
-        with self._lock:
-            self._require_open()
-            self.context.remove(sequence)
-
     def _require_open(self) -> None:
         if self._closed:
             raise RequestError("the engine is closed; load the model again")
-
-    def _decode(self, batch: Batch) -> None:
-        with self._lock:
-            self._require_open()
-            status = self.context.decode(batch)
-        if status == DecodeStatus.OK:
-            return
-        if status == DecodeStatus.NO_KV_SLOT:
-            raise ContextSizeError("Context size has been exceeded.")
-        reason = f": {self.context.error}" if self.context.error else ""
-        raise ComputeError(f"Compute error. (decode status {int(status)}){reason}") from self.context.error
-
-
-class _Run:
-    """One generation: prompt in batches, then token by token."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        prompt: Prompt,
-        n_predict: int,
-        *,
-        parse_special: bool,
-        ignore_eos: bool,
-        sampling: dict[str, Any],
-    ) -> None:
-        if not isinstance(n_predict, int) or (n_predict != -1 and n_predict < 1):
-            raise RequestError(
-                f"n_predict is {n_predict!r}; give a positive whole number, or -1 for until the end"
-            )
-        self.engine = engine
-        self.n_predict = n_predict
-        self.ignore_eos = ignore_eos
-        self.sampler = Sampler(_sampling_params(sampling))
-        if isinstance(prompt, str | bytes):
-            prompt = engine.tokenizer.encode(prompt, parse_special=parse_special)
-        self.prompt = engine._check_tokens(prompt)  # noqa: SLF001
-        self.tokens: list[int] = []
-        self.reason: FinishReason = "cancelled"
-        self.timings = Timings()
-
-    def pieces(self, logits: list[npt.NDArray[np.float32]] | None) -> Generator[str, None, None]:
-        """Text as it comes; ``logits`` collects the row that each token was chosen from."""
-        engine, decoder = self.engine, self.engine.tokenizer.stream(skip_special=True)
-        with engine._sequence() as sequence:  # noqa: SLF001
-            self._read_prompt(sequence)
-            started = time.perf_counter()
-            while True:
-                row = engine.context.logits[-1]
-                position = len(self.prompt) + len(self.tokens)
-                token = self._choose(row, position)
-                if logits is not None:
-                    logits.append(row.copy())
-                self.tokens.append(token)
-                spent = time.perf_counter() - started
-                self.timings = replace(
-                    self.timings, predicted_tokens=len(self.tokens) - 1, predicted_seconds=spent
-                )
-                self.reason = self._reason(token, position)
-                if self.reason != "stop":
-                    yield from _some(decoder.push(token))
-                if self.reason != "cancelled":
-                    break
-                engine._decode(Batch.of([token], position, sequence, "last"))  # noqa: SLF001
-            yield from _some(decoder.flush())
-        if self.reason == "context":
-            raise ContextSizeError("Context size has been exceeded.")
-
-    def _read_prompt(self, sequence: int) -> None:
-        engine = self.engine
-        started = time.perf_counter()
-        for start in range(0, len(self.prompt), engine.settings.n_batch):
-            part = self.prompt[start : start + engine.settings.n_batch]
-            last = start + len(part) == len(self.prompt)
-            engine._decode(Batch.of(part, start, sequence, "last" if last else "none"))  # noqa: SLF001
-        spent = time.perf_counter() - started
-        self.timings = replace(self.timings, prompt_tokens=len(self.prompt), prompt_seconds=spent)
-
-    def _choose(self, row: npt.NDArray[np.float32], position: int) -> int:
-        if self.ignore_eos:
-            row = row.copy()
-            row[sorted(self.engine.tokenizer.eos_ids)] = NEVER
-        return self.sampler.sample(row, position, [*self.prompt, *self.tokens])
-
-    def _reason(self, token: int, position: int) -> FinishReason:
-        """``cancelled`` while the generation goes on: that is what an abandoned one ends with."""
-        if token in self.engine.tokenizer.eos_ids and not self.ignore_eos:
-            return "stop"
-        if self.n_predict != -1 and len(self.tokens) >= self.n_predict:
-            return "length"
-        if position >= self.engine.settings.n_ctx:
-            return "context"
-        return "cancelled"
-
-    def result(self, text: str, logits: npt.NDArray[np.float32] | None) -> Generation:
-        """Everything about the run so far."""
-        return Generation(
-            text, list(self.tokens), self.prompt, self.reason, self.sampler.seed, self.timings, logits
-        )
-
-
-def _some(piece: str) -> Iterator[str]:
-    if piece:
-        yield piece
 
 
 def _sampling_params(given: dict[str, Any]) -> SamplingParams:
@@ -399,4 +433,4 @@ def _sampling_params(given: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**given)
 
 
-__all__ = ["MAX_OUTPUTS", "Engine", "load"]
+__all__ = ["MAX_OUTPUTS", "Engine", "Request", "load"]

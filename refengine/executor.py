@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +43,8 @@ class Operations:
     recurrent: Mapping[int, tuple[View, View]]
     cache_type: CacheType
     rotary: tuple[View, View]
+    #: persistent buffers by the name that nodes have for them, such as ``hidden`` [n_hidden, n_embd]
+    buffers: Mapping[str, View] = field(default_factory=dict)
 
     def call(self, node: Node, views: Mapping[str, View]) -> Call:
         """The launch that a node stands for."""
@@ -60,6 +62,7 @@ class Operations:
             recurrent=self.recurrent.get(layer),
             cache_type=self.cache_type,
             rotary=self.rotary,
+            buffers={role: self.buffers[name] for role, name in node.buffers.items()},
         )
         return OPS[node.op](operands)
 

@@ -1,4 +1,4 @@
-"""What a generation returns, and how its text and timings come together."""
+"""What a request gives: text, tokens, why it ended, how long it took, how its drafts fared."""
 
 from __future__ import annotations
 
@@ -34,6 +34,41 @@ class Timings:
 
 
 @dataclass(frozen=True)
+class DraftStatistics:
+    """How many tokens were drafted, and how many of them the target would have chosen too."""
+
+    #: decodes that verified at least one draft
+    blocks: int = 0
+    generated: int = 0
+    accepted: int = 0
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.accepted <= self.generated, self
+        assert 0 <= self.blocks <= self.generated, self
+
+    def __add__(self, other: DraftStatistics) -> DraftStatistics:
+        return DraftStatistics(
+            self.blocks + other.blocks, self.generated + other.generated, self.accepted + other.accepted
+        )
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted of the generated, 0 to 1."""
+        return self.accepted / self.generated if self.generated else 0.0
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens that a verification gives: the accepted ones and the one chosen behind them."""
+        return 1.0 + self.accepted / self.blocks if self.blocks else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"draft acceptance = {self.acceptance:0.5f} ({self.accepted:5d} accepted / {self.generated:5d} generated), "
+            f"mean len = {self.mean_length:5.2f}"
+        )
+
+
+@dataclass(frozen=True)
 class Generation:
     """A finished generation."""
 
@@ -47,3 +82,6 @@ class Generation:
     timings: Timings
     #: float32 [len(tokens), n_vocab]: the logits that each generated token was chosen from, when asked for
     logits: npt.NDArray[np.float32] | None = field(default=None, repr=False)
+    draft: DraftStatistics = DraftStatistics()
+    #: how often other requests needed its memory, and it was computed again
+    preemptions: int = 0

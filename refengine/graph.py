@@ -44,9 +44,14 @@ class ContextShape:
     n_sequences: int
     #: pages of the KV cache that one sequence can hold
     n_pages: int
+    #: rows of the persistent buffer ``hidden`` in which the context hands hidden states over; 0: it hands none over
+    n_hidden: int = 0
+    #: tokens whose recurrent states can be rolled back
+    n_rs_seq: int = 0
 
     def __post_init__(self) -> None:
         assert min(self.n_sequences, self.n_pages) >= 1, self
+        assert min(self.n_hidden, self.n_rs_seq) >= 0, self
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,7 @@ class Node:
     """One operation. ``tensors``: role in the operation -> tensor it reads; ``weights``: role -> weight.
 
     ``others``: role -> further results beside ``output``. ``layer``: whose KV cache or recurrent state it uses.
+    ``buffers``: role -> persistent buffer of the context, which outlives the graph and is neither planned nor a weight.
     """
 
     op: str
@@ -83,6 +89,7 @@ class Node:
     settings: Mapping[str, Setting]
     layer: int | None
     others: Mapping[str, str]
+    buffers: Mapping[str, str]
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -97,6 +104,8 @@ class Graph:
     shape: BatchShape
     #: what the first axis of results counts from here on
     rows: Rows = "tokens"
+    #: what names of results begin with from here on
+    prefix: str = ""
     nodes: list[Node] = field(default_factory=list)
     tensors: dict[str, TensorSpec] = field(default_factory=dict)
 
@@ -113,19 +122,24 @@ class Graph:
         *,
         weights: Mapping[str, str] | None = None,
         others: Mapping[str, tuple[str, tuple[int, ...], Any]] | None = None,
+        buffers: Mapping[str, str] | None = None,
         layer: int | None = None,
         kind: Kind = "compute",
         **settings: Setting,
     ) -> str:
         """Append an operation whose result is the float32 tensor ``name``; ``shape`` None: it has no result.
 
-        ``others``: role -> name, shape and element type of each further result.
+        ``others``: role -> name, shape and element type of each further result. Returns the result's whole name.
         """
+        name = self.prefix + name
         for tensor in tensors.values():
             assert tensor in self.tensors, f"{op} {name}: {tensor} is not in the graph yet"
         if shape is not None:
             self._tensor(name, shape, np.float32, kind, self.rows)
-        further = dict(others or {})
+        further = {
+            role: (self.prefix + result, extents, dtype)
+            for role, (result, extents, dtype) in (others or {}).items()
+        }
         for result, extents, dtype in further.values():
             self._tensor(result, extents, dtype, kind, self.rows)
         self.nodes.append(
@@ -137,6 +151,7 @@ class Graph:
                 MappingProxyType(settings),
                 layer,
                 MappingProxyType({role: result for role, (result, _, _) in further.items()}),
+                MappingProxyType(dict(buffers or {})),
             )
         )
         return name

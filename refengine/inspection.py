@@ -16,16 +16,14 @@ from instrumentation.findings import FindingLog
 from instrumentation.levels import Level
 from instrumentation.ownership import Owner
 from refengine.config import ModelConfig, check_tensors, expected_tensors, loaded_tensors
-from refengine.context import cache_shape, graph_builder, recurrent_shape, rotary_requests
 from refengine.gguf_values import printable
-from refengine.planner import plan
 from refengine.weights import WeightPlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from instrumentation.reservation import BufferRequest
-    from refengine.context import ContextSettings
+    from refengine.context_plan import ContextSettings
     from refengine.gguf_file import GGUFFile
     from refengine.gguf_values import Scalar
     from refengine.options import EngineOptions
@@ -163,7 +161,7 @@ class MemoryPlan:
 
     settings: ContextSettings
     arenas: tuple[ArenaPlan, ...]
-    #: tensors of the file that are not loaded: those of its MTP block, which is not built yet
+    #: tensors of the file that are not loaded: those of its MTP block, without ``spec_type``
     not_loaded: tuple[str, ...] = ()
 
     @property
@@ -183,22 +181,14 @@ def memory_plan(gguf: GGUFFile, options: EngineOptions) -> MemoryPlan:
     """
     config = ModelConfig.from_gguf(gguf)
     check_tensors(gguf, config)
-    settings = options.context_settings(config)
-    model, target = Owner("model"), Owner("target")
-    build = graph_builder(config, settings)
-    layouts = [plan(build(shape), target).requests for shape in settings.reserved_shapes]
-    states = recurrent_shape(config, settings)
-    arenas = [
-        _arena(model, "weights", [WeightPlan(gguf, config, model).requests]),
-        _arena(target, "kv", [cache_shape(config, settings).requests(target)]),
-        *([_arena(target, "recurrent", [states.requests(target)])] if states is not None else []),
-        _arena(target, "rotary", [rotary_requests(config, settings, target)]),
-        _arena(target, "compute", layouts),
-    ]
-    loaded = loaded_tensors(config)
-    return MemoryPlan(
-        settings, tuple(arenas), tuple(name for name in expected_tensors(config) if name not in loaded)
-    )
+    plans = options.context_plans(config)
+    drafts = len(plans) > 1
+    model = Owner("model")
+    arenas = [_arena(model, "weights", [WeightPlan(gguf, config, model, draft=drafts).requests])]
+    arenas += [_arena(plan.owner, name, layouts) for plan in plans for name, layouts in plan.arenas()]
+    loaded = loaded_tensors(config, draft=drafts)
+    not_loaded = tuple(name for name in expected_tensors(config) if name not in loaded)
+    return MemoryPlan(plans[0].settings, tuple(arenas), not_loaded)
 
 
 def check_limit(gguf: GGUFFile, options: EngineOptions) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from refengine.kernels import elementwise, experts, gates
+from refengine.kernels import elementwise, experts, gates, hidden
 from refengine.kernels.attention import CacheType, attention, attention_merge, store_kv
 from refengine.kernels.elementwise import SPAN
 from refengine.kernels.gated_delta import columns_per_block, gated_delta
@@ -41,6 +41,8 @@ class Operands:
     cache_type: CacheType
     #: cosine and sine tables
     rotary: tuple[View, View]
+    #: persistent buffers of the context, rows of one width
+    buffers: Mapping[str, View]
 
     @property
     def y(self) -> View:
@@ -158,6 +160,23 @@ def _select_rows(o: Operands) -> Call:
     return Call(elementwise.select_rows, rows.shape[0], {"x": o.tensors["x"], "rows": rows, "y": o.y})
 
 
+def _gather_hidden(o: Operands) -> Call:
+    rows, source, chain = o.tensors["rows"], o.buffers["hidden"], o.buffers["chain"]
+    assert source.shape[1] == chain.shape[1] == o.y.shape[1], (source, chain, o.y)
+    arguments: dict[str, Argument] = {"hidden": source, "chain": chain, "rows": rows, "y": o.y}
+    return Call(hidden.gather_hidden, rows.shape[0], arguments)
+
+
+def _scatter_rows(o: Operands) -> Call:
+    x, y = o.tensors["x"], o.buffers["y"]
+    assert x.shape[1] == y.shape[1], (x, y)
+    return Call(hidden.scatter_rows, x.shape[0], {"x": x, "rows": o.tensors["rows"], "y": y})
+
+
+def _concat_rows(o: Operands) -> Call:
+    return Call(hidden.concat_rows, o.y.shape[0], {"a": o.tensors["a"], "b": o.tensors["b"], "y": o.y})
+
+
 def _row_parts(view: View, row: int) -> View:
     """(T, n * row) -> (T * n, row)."""
     return view.reshape((view.size // row, row))
@@ -250,9 +269,11 @@ OPS: dict[str, Callable[[Operands], Call]] = {
     "attention": _attention,
     "attention_merge": _attention_merge,
     "combine_experts": _combine_experts,
+    "concat_rows": _concat_rows,
     "delta_gates": _delta_gates,
     "gated_delta": _gated_delta,
     "gated_norm": _gated_norm,
+    "gather_hidden": _gather_hidden,
     "get_rows": _get_rows,
     "mul_mat": _mul_mat,
     "mul_mat_experts": _mul_mat_experts,
@@ -261,6 +282,7 @@ OPS: dict[str, Callable[[Operands], Call]] = {
     "rms_norm": _rms_norm,
     "rope": _rope,
     "route": _route,
+    "scatter_rows": _scatter_rows,
     "select_rows": _select_rows,
     "short_conv": _short_conv,
     "store_kv": _store_kv,

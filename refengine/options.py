@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from instrumentation.devices.launch import MAX_GRID_YZ
 from instrumentation.errors import BadInputError
 from instrumentation.levels import Level
 from instrumentation.reservation import check_nbytes
+from refengine.architectures import DRAFT_BUILDERS
 from refengine.config import MAX_CONTEXT
-from refengine.context import ContextSettings
-from refengine.kernels.attention import CACHE_DTYPES
+from refengine.context_plan import MAX_OUTPUTS, ContextPlan, ContextSettings
+from refengine.errors import UnsupportedModelError
+from refengine.kernels.attention import CACHE_DTYPES, PAGE
+from refengine.speculative import DraftSettings
 
 if TYPE_CHECKING:
     from instrumentation.devices.host import HostDevice
@@ -24,9 +27,11 @@ _RANGES = {
     # A launch has a row of blocks for each token.
     "n_ubatch": (1, MAX_GRID_YZ),
     "n_slots": (1, MAX_CONTEXT),
-    "draft_n_max": (0, MAX_CONTEXT),
-    "draft_n_min": (0, MAX_CONTEXT),
+    # A draft is verified in one pass: its tokens and the one before them give a row of logits each.
+    "draft_n_max": (1, MAX_OUTPUTS - 1),
+    "draft_n_min": (0, MAX_OUTPUTS - 1),
 }
+SPEC_TYPES = ("none", "draft-mtp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,17 +82,22 @@ class EngineOptions:
             raise BadInputError(
                 f"cache type {self.cache_type_k!r} is unknown; use one of {', '.join(CACHE_DTYPES)}"
             )
-        not_built = {
-            "n_slots": self.n_slots != 1,
-            "spec_type": self.spec_type != "none",
-            "fast": self.fast,
-            "kv_unified": not self.kv_unified,
-        }
-        for name, asked in not_built.items():
-            if asked:
-                raise BadInputError(
-                    f"{name}={getattr(self, name)!r} is not built yet; leave it at its default"
-                )
+        if self.fast:
+            raise BadInputError("fast=True is not built yet; leave it at its default")
+        self._check_drafts()
+
+    def _check_drafts(self) -> None:
+        if self.spec_type not in SPEC_TYPES:
+            raise BadInputError(
+                f"spec_type {self.spec_type!r} is unknown; use one of {', '.join(SPEC_TYPES)}"
+            )
+        if self.draft_n_min > self.draft_n_max:
+            raise BadInputError(
+                f"draft_n_min is {self.draft_n_min}; give at most draft_n_max, which is {self.draft_n_max}"
+            )
+        p_min = self.draft_p_min
+        if not isinstance(p_min, int | float) or isinstance(p_min, bool) or not 0.0 <= p_min <= 1.0:
+            raise BadInputError(f"draft_p_min is {p_min!r}; give a probability from 0 to 1")
 
     def _check_kinds(self) -> None:
         if not isinstance(self.device, str) and not hasattr(self.device, "create_stream"):
@@ -99,11 +109,31 @@ class EngineOptions:
                 wanted = "text" if kind is str else "True or False"
                 raise BadInputError(f"{field.name} is {value!r}; give {wanted}")
 
+    @property
+    def drafts(self) -> DraftSettings | None:
+        """How drafts are made; None without them."""
+        if self.spec_type == "none":
+            return None
+        return DraftSettings(self.n_draft, self.draft_n_min, float(self.draft_p_min))
+
+    @property
+    def n_draft(self) -> int:
+        """Most drafts that are verified together: ``draft_n_max``, or what a pass can take behind their token."""
+        return min(self.draft_n_max, self.n_batch - 1, self.n_ubatch - 1) if self.spec_type != "none" else 0
+
     def context_settings(self, config: ModelConfig) -> ContextSettings:
         """Sizes of the target context for a model."""
         n_ctx = self.n_ctx or config.n_ctx_train
         if n_ctx > config.n_ctx_train:
             raise BadInputError(f"n_ctx is {n_ctx}; this model was trained for at most {config.n_ctx_train}")
+        if self.n_slots > n_ctx:
+            raise BadInputError(
+                f"n_slots is {self.n_slots}; give at most as many as positions, n_ctx {n_ctx}"
+            )
+        n_cells = 0
+        if not self.kv_unified:
+            n_ctx //= self.n_slots
+            n_cells = self.n_slots * -(-n_ctx // PAGE) * PAGE
         cache_type: CacheType = "f32" if self.cache_type_k == "f32" else "f16"
         return ContextSettings(
             n_ctx=n_ctx,
@@ -112,5 +142,28 @@ class EngineOptions:
             n_sequences=self.n_slots,
             cache_type=cache_type,
             capture=self.cuda_graphs,
+            n_cells=n_cells,
+            n_rs_seq=self.n_draft if config.hybrid is not None else 0,
+            hands_over=self.spec_type != "none",
             worst_case_reserve=self.worst_case_reserve,
         )
+
+    def context_plans(self, config: ModelConfig) -> list[ContextPlan]:
+        """The target context, and the draft context if there is one. Raises ``UnsupportedModelError``."""
+        target = self.context_settings(config)
+        plans = [ContextPlan(config, target)]
+        if self.spec_type == "none":
+            return plans
+        if config.architecture not in DRAFT_BUILDERS or config.hybrid is None or not config.hybrid.n_nextn:
+            raise UnsupportedModelError(
+                f"spec_type {self.spec_type}: this model ({config.architecture}) has no MTP head; use spec_type none"
+            )
+        # A sequence may be a token ahead of the target's, and so hold one more page.
+        draft = replace(
+            target,
+            n_batch=target.n_batch + target.n_sequences,
+            n_cells=(target.n_pages + target.n_sequences) * PAGE,
+            n_rs_seq=0,
+            hands_over=False,
+        )
+        return [*plans, ContextPlan(config, draft, "draft")]

@@ -79,12 +79,12 @@ def _filled_up(raw: npt.NDArray[np.uint8], n_rows: int, row_nbytes: int) -> npt.
 
 
 class WeightPlan:
-    """Which buffers a file's weights need, known before any of them is read."""
+    """Which buffers a file's weights need, known before any of them is read; ``draft``: with the MTP block's."""
 
-    def __init__(self, gguf: GGUFFile, config: ModelConfig, owner: Owner) -> None:
+    def __init__(self, gguf: GGUFFile, config: ModelConfig, owner: Owner, *, draft: bool = False) -> None:
         self.gguf = gguf
         #: shapes in which the engine takes the tensors; files may have dimensions of 1 more or less
-        self.shapes: dict[str, Shape] = loaded_tensors(config)
+        self.shapes: dict[str, Shape] = loaded_tensors(config, draft=draft)
         self.requests = [
             BufferRequest(nbytes=self._nbytes(gguf.tensor(name)), owner=owner, name=f"weight.{name}")
             for name in self.shapes

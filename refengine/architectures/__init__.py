@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from refengine.architectures import llama, qwen3, qwen35
+from refengine.architectures import llama, qwen3, qwen35, qwen35_mtp
 
 if TYPE_CHECKING:
     from refengine.config import ModelConfig
@@ -18,4 +18,9 @@ BUILDERS: dict[str, Builder] = {
     "qwen3": qwen3.build,
     "qwen35": qwen35.build,
     "qwen35moe": qwen35.build,
+}
+#: graphs of MTP blocks, which draft what their models then verify
+DRAFT_BUILDERS: dict[str, Builder] = {
+    "qwen35": qwen35_mtp.build,
+    "qwen35moe": qwen35_mtp.build,
 }

@@ -14,17 +14,25 @@ if TYPE_CHECKING:
 
 def begin(config: ModelConfig, context: ContextShape, shape: BatchShape) -> tuple[Graph, str]:
     """A graph with the inputs of every decoder, and its token embeddings (T, n_embd)."""
+    graph = inputs(context, shape)
+    return graph, embed(graph, config, "inp_embd", "token_embd.weight")
+
+
+def inputs(context: ContextShape, shape: BatchShape) -> Graph:
+    """A graph with the inputs of every decoder."""
     graph = Graph(shape)
     for name in ("tokens", "position", "sequence", "cell"):
         graph.input(name, (shape.n_tokens,), "tokens")
     graph.input("pages", (context.n_sequences, context.n_pages), "fixed")
     if shape.n_outputs:
         graph.input("output_rows", (shape.n_outputs,), "outputs")
-    embeddings = graph.add(
-        "get_rows", "inp_embd", (shape.n_tokens, config.n_embd), {"rows": "tokens"},
-        weights={"weight": "token_embd.weight"},
-    )  # fmt: skip
-    return graph, embeddings
+    return graph
+
+
+def embed(graph: Graph, config: ModelConfig, name: str, weight: str) -> str:
+    """The tokens' rows of an embedding matrix: (T, n_embd)."""
+    shape = (graph.shape.n_tokens, config.n_embd)
+    return graph.add("get_rows", name, shape, {"rows": "tokens"}, weights={"weight": weight})
 
 
 def mul_mat(graph: Graph, name: str, x: str, weight: str, n_out: int) -> str:
@@ -115,9 +123,39 @@ def end(graph: Graph, config: ModelConfig, x: str) -> Graph:
             "rms_norm", "result_norm", (n_outputs, config.n_embd), {"x": rows},
             weights={"weight": "output_norm.weight"}, kind="output", eps=config.rms_eps, row=config.n_embd,
         )  # fmt: skip
-        head = "token_embd.weight" if config.tied_embeddings else "output.weight"
-        graph.add(
-            "mul_mat", "result_output", (n_outputs, config.n_vocab), {"x": rows}, weights={"weight": head},
+        _vocabulary(graph, config, rows, vocabulary_head(config))
+    return graph
+
+
+def end_handing_over(
+    graph: Graph, config: ModelConfig, x: str, *, weights: tuple[str, str], buffer: str, rows: str
+) -> Graph:
+    """As ``end``, but every row is normed, into ``h_nextn`` (T, n_embd), and kept in a persistent ``buffer``.
+
+    ``weights``: final norm and vocabulary head. ``rows``: input (T,) that says which row of the buffer each one
+    goes to, negative: to none. The outputs are those of ``end``, bit for bit.
+    """
+    n_outputs = graph.shape.n_outputs
+    norm_weight, head = weights
+    h = norm(graph, "h_nextn", x, norm_weight, config.rms_eps, config.n_embd)
+    graph.add("scatter_rows", f"{buffer}_written", None, {"x": h, "rows": rows}, buffers={"y": buffer})
+    if n_outputs:
+        graph.rows = "outputs"
+        wanted = graph.add(
+            "select_rows", "result_norm", (n_outputs, config.n_embd), {"x": h, "rows": "output_rows"},
             kind="output",
         )  # fmt: skip
+        _vocabulary(graph, config, wanted, head)
     return graph
+
+
+def vocabulary_head(config: ModelConfig) -> str:
+    """Name of the matrix that makes the trunk's logits."""
+    return "token_embd.weight" if config.tied_embeddings else "output.weight"
+
+
+def _vocabulary(graph: Graph, config: ModelConfig, x: str, head: str) -> None:
+    graph.add(
+        "mul_mat", "result_output", (graph.shape.n_outputs, config.n_vocab), {"x": x}, weights={"weight": head},
+        kind="output",
+    )  # fmt: skip

@@ -1,7 +1,8 @@
 """qwen35 and qwen35moe: gated delta nets, every few layers attention with an output gate; dense or experts.
 
-The trunk alone; the MTP block is not computed. A layer's recurrent state is read and written in place, so a graph
-must run once for each micro-batch, and sequences of a graph that failed are to be cleared.
+The trunk; ``qwen35_mtp`` builds the MTP block from the same functions. A graph may write a
+layer's recurrent state over the one that it read, so it runs once for each micro-batch; ``RecurrentState.abort`` is the
+way back from one that failed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 from refengine.architectures import common
 from refengine.errors import UnsupportedModelError
 from refengine.kernels.gated_delta import MAX_STATE_SIZE, STATE_SIZE_UNIT
+from refengine.kernels.short_conv import segment_columns
 
 if TYPE_CHECKING:
     from refengine.config import ModelConfig
@@ -21,32 +23,48 @@ if TYPE_CHECKING:
 
 
 def build(config: ModelConfig, context: ContextShape, shape: BatchShape) -> Graph:
-    """Graph of one batch: llama's inputs and segments (n_sequences, 4) -> result_norm, result_output."""
+    """Graph of one batch: llama's inputs, and segments as ``short_conv`` has them -> result_norm, result_output.
+
+    With ``context.n_hidden`` the final-normed rows are also written to the persistent buffer ``hidden``
+    [n_hidden, n_embd], each at its row of the input ``hidden_rows`` (T,); negative: nowhere.
+    """
     hybrid = config.hybrid
     assert hybrid is not None, config
     graph, x = common.begin(config, context, shape)
-    graph.input("segments", (context.n_sequences, 4), "fixed")
+    graph.input("segments", (context.n_sequences, segment_columns(context.n_rs_seq)), "fixed")
+    if context.n_hidden:
+        graph.input("hidden_rows", (shape.n_tokens,), "tokens")
     for layer in range(config.n_layer):
-        block, il = f"blk.{layer}", f"-{layer}"
-        a = common.norm(
-            graph, f"attn_norm{il}", x, f"{block}.attn_norm.weight", config.rms_eps, config.n_embd
-        )
+        il = f"-{layer}"
+        a = attention_norm(graph, config, layer, x)
         if hybrid.recurrent[layer]:
             a = _gated_delta_net(graph, config, hybrid, layer, a)
         else:
-            a = _gated_attention(graph, config, layer, a)
+            a = gated_attention(graph, config, layer, a)
         x = common.add(graph, f"attn_residual{il}", x, a)
-        weight = f"{block}.post_attention_norm.weight"
-        f = common.norm(graph, f"attn_post_norm{il}", x, weight, config.rms_eps, config.n_embd)
-        if config.experts is None:
-            f = common.feed_forward(graph, config, layer, f)
-        else:
-            f = _experts(graph, config, config.experts, layer, f)
-        x = common.add(graph, f"l_out{il}", x, f)
-    return common.end(graph, config, x)
+        x = common.add(graph, f"l_out{il}", x, feed_forward(graph, config, layer, x))
+    if not context.n_hidden:
+        return common.end(graph, config, x)
+    weights = ("output_norm.weight", common.vocabulary_head(config))
+    return common.end_handing_over(graph, config, x, weights=weights, buffer="hidden", rows="hidden_rows")
 
 
-def _gated_attention(graph: Graph, config: ModelConfig, layer: int, x: str) -> str:
+def attention_norm(graph: Graph, config: ModelConfig, layer: int, x: str) -> str:
+    """RMS norm in front of a layer's attention or delta net: (T, n_embd) -> (T, n_embd)."""
+    weight = f"blk.{layer}.attn_norm.weight"
+    return common.norm(graph, f"attn_norm-{layer}", x, weight, config.rms_eps, config.n_embd)
+
+
+def feed_forward(graph: Graph, config: ModelConfig, layer: int, x: str) -> str:
+    """Norm of the residual sum, then SwiGLU feed-forward or experts: (T, n_embd) -> (T, n_embd)."""
+    weight = f"blk.{layer}.post_attention_norm.weight"
+    f = common.norm(graph, f"attn_post_norm-{layer}", x, weight, config.rms_eps, config.n_embd)
+    if config.experts is None:
+        return common.feed_forward(graph, config, layer, f)
+    return _experts(graph, config, config.experts, layer, f)
+
+
+def gated_attention(graph: Graph, config: ModelConfig, layer: int, x: str, name: str = "attn_output") -> str:
     """Causal self-attention whose result each head's gate scales: (T, n_embd) -> (T, n_embd)."""
     block, il = f"blk.{layer}", f"-{layer}"
     # Rows of [query | gate], head after head.
@@ -66,7 +84,7 @@ def _gated_attention(graph: Graph, config: ModelConfig, layer: int, x: str) -> s
         "output_gate", f"attn_gated{il}", (n_tokens, config.n_embd_q), {"x": attended, "q_gate": q_gate},
         head_dim=config.head_dim,
     )  # fmt: skip
-    return common.mul_mat(graph, f"attn_output{il}", gated, f"{block}.attn_output.weight", config.n_embd)
+    return common.mul_mat(graph, f"{name}{il}", gated, f"{block}.attn_output.weight", config.n_embd)
 
 
 def _gated_delta_net(graph: Graph, config: ModelConfig, hybrid: HybridConfig, layer: int, x: str) -> str:
@@ -109,11 +127,11 @@ def _experts(graph: Graph, config: ModelConfig, experts: ExpertConfig, layer: in
     block, il, n_tokens = f"blk.{layer}", f"-{layer}", graph.shape.n_tokens
     n_used = experts.n_used
     logits = common.mul_mat(graph, f"ffn_moe_logits{il}", x, f"{block}.ffn_gate_inp.weight", experts.n_expert)
-    index = f"ffn_moe_topk{il}"
     weights = graph.add(
         "route", f"ffn_moe_weights_norm{il}", (n_tokens, n_used), {"logits": logits},
-        others={"index": (index, (n_tokens, n_used), np.int32)},
+        others={"index": (f"ffn_moe_topk{il}", (n_tokens, n_used), np.int32)},
     )  # fmt: skip
+    index = graph.nodes[-1].others["index"]
 
     def product(name: str, y: str, part: str, n_out: int) -> str:
         return graph.add(

@@ -18,7 +18,7 @@ CONV_TAPS = (4,)
 
 def all_kernels() -> Iterator[Kernel]:
     """Every kernel in every specialisation that models use, for tests that must leave none out."""
-    from refengine.kernels import elementwise, experts, gates, norm, select  # noqa: PLC0415
+    from refengine.kernels import elementwise, experts, gates, hidden, norm, select  # noqa: PLC0415
     from refengine.kernels.attention import CACHE_DTYPES, attention, attention_merge, store_kv  # noqa: PLC0415
     from refengine.kernels.gated_delta import gated_delta  # noqa: PLC0415
     from refengine.kernels.mul_mat import TILE, get_rows, mul_mat  # noqa: PLC0415
@@ -27,6 +27,7 @@ def all_kernels() -> Iterator[Kernel]:
     from refengine.kernels.short_conv import short_conv  # noqa: PLC0415
 
     yield from (norm.rms_norm, elementwise.swiglu, elementwise.add, elementwise.select_rows, select.top_k)
+    yield from (hidden.gather_hidden, hidden.scatter_rows, hidden.concat_rows)
     yield from (rope("norm"), rope("neox"))
     yield from (gates.delta_gates, gates.gated_norm, gates.query_norm, gates.output_gate)
     yield from (experts.route, experts.combine_experts)

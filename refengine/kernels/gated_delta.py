@@ -26,6 +26,7 @@ from numba import cuda, float32
 from instrumentation.kernel import Kernel, device_function, kernel
 from instrumentation.kernel.types import f32, f32_2d, f32_3d, f32_4d, i32_2d
 from refengine.kernels.numerics import warp_sum
+from refengine.kernels.short_conv import FIRST_TARGET
 
 #: a sum over keys is the sum of four running sums, so state sizes are a multiple of four
 QUARTERS = (0, 1, 2, 3)
@@ -51,7 +52,7 @@ def _inverse_length(x: Any, row: Any, first: Any, n: Any, lane: Any, eps: Any) -
 
 
 @functools.cache
-def gated_delta(state_size: int) -> Kernel:  # noqa: C901 - the kernel's own branches are counted too
+def gated_delta(state_size: int) -> Kernel:
     """Kernel for one state size. Grid: (state_size / columns_per_block(state_size), n_head, n_segments)."""
     assert 0 < state_size <= MAX_STATE_SIZE, state_size
     assert state_size % STATE_SIZE_UNIT == 0, state_size
@@ -75,7 +76,7 @@ def gated_delta(state_size: int) -> Kernel:  # noqa: C901 - the kernel's own bra
         n_rows = segments[segment, 1]
         slot = segments[segment, 2]
         source = segments[segment, 3]
-        n_planes = states.shape[1]
+        n_kept = segments.shape[1] - FIRST_TARGET
         n_key_head = (qkv.shape[1] // state_size - states.shape[2]) // 2
         q0 = (head % n_key_head) * state_size
         k0 = q0 + n_key_head * state_size
@@ -112,11 +113,11 @@ def gated_delta(state_size: int) -> Kernel:  # noqa: C901 - the kernel's own bra
                     sums[c] = cuda.fma(new, qkv[row, q0 + 4 * d + c], sums[c])
             if live:
                 y[row, head * state_size + column] = ((sums[0] + sums[1]) + (sums[2] + sums[3])) * q_scale
-            plane = n_rows - 1 - t
-            if plane < n_planes:
+            back = n_rows - 1 - t
+            plane = segments[segment, FIRST_TARGET + back] if back < n_kept else -1
+            if plane >= 0 and live:
                 for i in range(state_size):
-                    if live:
-                        states[slot, plane, head, cell + i * width] = m[i, lane]
+                    states[slot, plane, head, cell + i * width] = m[i, lane]
 
     gated_delta.name = f"gated_delta_{state_size}"
     return gated_delta

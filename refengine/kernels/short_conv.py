@@ -1,13 +1,14 @@
 """Short causal convolution of each channel over time, with SiLU: y[t] = silu(sum_k weight[k] x[t - (n_taps - 1) + k]).
 
 A batch is rows of several sequences; a *segment* is the rows of one, consecutive and in order. ``segments`` is int32
-[n_segments, 4]: first row, number of rows, slot of the sequence's state, and the plane its state is read from (-1:
-none yet, zeros). A segment of no rows does nothing. ``gated_delta`` takes the same table, which
-``refengine.memory.recurrent_state`` makes.
+[n_segments, segment_columns(n_rs_seq)]: first row, number of rows, slot of the sequence's state, the plane its state
+is read from (-1: none yet, zeros), then for s = 0 to n_rs_seq the plane that the state s rows before the segment's
+end is written to (-1: it is not written). States that the segment has no rows for, s >= n_rows, are never written; a
+segment of no rows does nothing. Slots differ. A state may be written over the one that was read: it is read whole
+before. ``gated_delta`` takes the same table, which ``refengine.memory.recurrent_state`` makes.
 
 What a sequence remembers is its last n_taps - 1 columns before the convolution: float32 [n_slots, n_planes, n_taps - 1,
-n_channels]. Channels are contiguous, since each lane takes one. Plane s holds the state s tokens before the end of the
-sequence's last batch; min(n_rows, n_planes) planes are written, the others are left.
+n_channels]. Channels are contiguous, since each lane takes one.
 """
 
 # No "from __future__ import annotations": the types of a kernel's parameters are read at run time.
@@ -21,6 +22,14 @@ from instrumentation.kernel import Kernel, kernel
 from instrumentation.kernel.types import f32_2d, f32_4d, i32_2d
 from refengine.kernels.gates import sigmoid_f64
 from refengine.kernels.numerics import sigmoid_f32
+
+#: first of the columns of ``segments`` that say where states are written
+FIRST_TARGET = 4
+
+
+def segment_columns(n_rs_seq: int) -> int:
+    """Columns of ``segments`` when the states of the last ``n_rs_seq`` tokens are kept beside the last one."""
+    return FIRST_TARGET + n_rs_seq + 1
 
 
 @functools.cache
@@ -41,7 +50,7 @@ def short_conv(n_taps: int) -> Kernel:
         slot = segments[segment, 2]
         source = segments[segment, 3]
         live = channel < x.shape[1]
-        # Planes are written over the one that is read: keep it.
+        # A state may be written over the one that is read: keep it.
         old = cuda.local.array(n_old, float32)
         w = cuda.local.array(n_taps, float32)
         window = cuda.local.array(n_taps, float32)
@@ -62,11 +71,12 @@ def short_conv(n_taps: int) -> Kernel:
                 total = cuda.fma(w[k + 1], window[k + 1], total)
             if live:
                 y[first + t, channel] = total * sigmoid_f32(total)
-        for plane in range(min(n_rows, history.shape[1])):
+        for back in range(min(n_rows, segments.shape[1] - FIRST_TARGET)):
+            plane = segments[segment, FIRST_TARGET + back]
             for k in old_taps:
                 # Row of x, of which the n_old before the first are the old state.
-                at = n_rows - plane + k - n_old
-                if live:
+                at = n_rows - back + k - n_old
+                if plane >= 0 and live:
                     if at < 0:
                         history[slot, plane, k, channel] = old[at + n_old]
                     else:

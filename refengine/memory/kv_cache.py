@@ -1,11 +1,13 @@
 """The KV cache: pages of positions, shared by all sequences of a context.
 
 A sequence holds pages in position order; page i has its positions 32 i to 32 i + 31. Where pages lie never changes
-a result (see ``refengine.kernels.attention``). The bookkeeping is on the host; buffers are on the device.
+a result (see ``refengine.kernels.attention``). Sequences may share pages (``share``); one that is not full is copied
+before a sequence goes on in it. The bookkeeping is on the host; buffers are on the device.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,8 @@ from instrumentation.reservation import BufferRequest
 from refengine.kernels.attention import CACHE_DTYPES, PAGE, CacheType
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from instrumentation.allocator import Allocator
     from instrumentation.arena import Arena
     from instrumentation.buffer import Buffer
@@ -83,6 +87,7 @@ class KVCache:
             for k, v in zip(self.buffers[::2], self.buffers[1::2], strict=True)
         ]
         self._free = list(range(shape.n_pages - 1, -1, -1))
+        self._holders = [0] * shape.n_pages
         self._sequences = [_Sequence() for _ in range(shape.n_sequences)]
 
     @property
@@ -90,36 +95,108 @@ class KVCache:
         """Positions in pages that no sequence holds."""
         return len(self._free) * PAGE
 
+    @property
+    def free_pages(self) -> int:
+        """Pages that no sequence holds."""
+        return len(self._free)
+
     def length(self, sequence: int) -> int:
         """Positions that a sequence holds."""
         return self._sequences[sequence].length
 
-    def extend(self, counts: dict[int, int]) -> bool:
-        """Take room for ``counts[sequence]`` more positions of each sequence: all, or nothing and False."""
-        needed = {
-            s: max(0, -(-(self._sequences[s].length + n) // PAGE) - len(self._sequences[s].pages))
-            for s, n in counts.items()
-        }
-        if sum(needed.values()) > len(self._free):
+    def n_pages(self, sequence: int) -> int:
+        """Pages that a sequence holds, those included that others hold too."""
+        return len(self._sequences[sequence].pages)
+
+    def fits(self, counts: Mapping[int, int]) -> bool:
+        """Whether there is room for ``counts[sequence]`` more positions of each sequence."""
+        tails = Counter(tail for s, n in counts.items() if n and (tail := self._shared_tail(s)) is not None)
+        copies = sum(min(n, self._holders[page] - 1) for page, n in tails.items())
+        return copies + sum(self._missing(s, n) for s, n in counts.items()) <= len(self._free)
+
+    def extend(self, counts: Mapping[int, int]) -> bool:
+        """Take room for ``counts[sequence]`` more positions of each sequence: all, or nothing and False.
+
+        Pages that a sequence goes on in must be its own: ``part_tail`` first.
+        """
+        if not self.fits(counts):
             return False
         for s, n in counts.items():
+            assert not n or self._shared_tail(s) is None, f"sequence {s} would write into a shared page"
             held = self._sequences[s]
-            held.pages.extend(self._free.pop() for _ in range(needed[s]))
+            held.pages.extend(self._take() for _ in range(self._missing(s, n)))
             held.length += n
         return True
 
+    def part_tail(self, sequence: int) -> tuple[int, int] | None:
+        """Give a sequence a last page of its own in place of one that it shares and that is not full.
+
+        Returns (old page, new page): what the old one holds must be copied. None when there is nothing to do. The
+        caller has asked ``fits`` before.
+        """
+        tail = self._shared_tail(sequence)
+        if tail is None:
+            return None
+        new = self._take()
+        self._sequences[sequence].pages[-1] = new
+        self._holders[tail] -= 1
+        return tail, new
+
+    def join_tail(self, sequence: int, old: int) -> None:
+        """Undo ``part_tail``, which replaced page ``old``."""
+        held = self._sequences[sequence]
+        self._drop(held.pages[-1])
+        held.pages[-1] = old
+        self._holders[old] += 1
+
+    def share(self, source: int, target: int) -> None:
+        """Let an empty sequence hold what another holds; no memory is taken or copied."""
+        assert not self._sequences[target].pages, f"sequence {target} is not empty"
+        held = self._sequences[source]
+        self._sequences[target] = _Sequence(list(held.pages), held.length)
+        for page in held.pages:
+            self._holders[page] += 1
+
     def truncate(self, sequence: int, length: int) -> None:
-        """Keep the first ``length`` positions of a sequence; whole pages behind them are free again."""
+        """Keep the first ``length`` positions of a sequence; whole pages behind them that nobody holds are free."""
         held = self._sequences[sequence]
         assert 0 <= length <= held.length, (sequence, length, held.length)
         held.length = length
         keep = -(-length // PAGE)
-        self._free.extend(reversed(held.pages[keep:]))
+        for page in reversed(held.pages[keep:]):
+            self._drop(page)
         del held.pages[keep:]
 
     def remove(self, sequence: int) -> None:
         """Forget a sequence."""
         self.truncate(sequence, 0)
+
+    def _take(self) -> int:
+        page = self._free.pop()
+        self._holders[page] = 1
+        return page
+
+    def _drop(self, page: int) -> None:
+        self._holders[page] -= 1
+        if not self._holders[page]:
+            self._free.append(page)
+
+    def _missing(self, sequence: int, n: int) -> int:
+        held = self._sequences[sequence]
+        return max(0, -(-(held.length + n) // PAGE) - len(held.pages))
+
+    def _shared_tail(self, sequence: int) -> int | None:
+        """Last page of a sequence when it is not full and others hold it too."""
+        held = self._sequences[sequence]
+        if held.length % PAGE == 0 or self._holders[held.pages[-1]] == 1:
+            return None
+        return held.pages[-1]
+
+    def page_views(self, page: int) -> Iterator[View]:
+        """Keys and values of one page in every layer."""
+        for view in (view for layer in self.layers for view in layer):
+            nbytes = view.nbytes // self.shape.n_pages
+            yield view.buffer.view(np.uint8, nbytes, offset=page * nbytes, name=f"{view.name}[{page}]")
 
     def cells(
         self, sequence: npt.NDArray[np.int32], position: npt.NDArray[np.int32]
@@ -140,9 +217,10 @@ class KVCache:
         return table
 
     def check_integrity(self) -> None:
-        """Every page is free or held once; lengths fit their pages. Raises AssertionError: a bug here."""
-        held = [page for s in self._sequences for page in s.pages]
-        assert sorted(held + self._free) == list(range(self.shape.n_pages)), "pages lost or held twice"
+        """Pages are free or held as often as counted; lengths fit their pages. Raises AssertionError: a bug here."""
+        held = Counter(page for s in self._sequences for page in s.pages)
+        assert [held[page] for page in range(self.shape.n_pages)] == self._holders, "holders miscounted"
+        assert sorted([*held, *self._free]) == list(range(self.shape.n_pages)), "pages lost, or held and free"
         for number, s in enumerate(self._sequences):
             assert len(s.pages) == -(-s.length // PAGE), (
                 f"sequence {number}: {s.length} in {len(s.pages)} pages"

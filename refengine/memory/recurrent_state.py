@@ -1,25 +1,29 @@
-"""What recurrent layers remember of each sequence: one state, and snapshots of it a few tokens back.
+"""What recurrent layers remember of each sequence: its last state, and the states a few tokens before.
 
-A state cannot be cut back like a KV cache. So the last states are kept: plane s holds the state s tokens before the
-end of the sequence's last batch, and ``rollback`` only chooses the plane that the next batch starts from. Planes that
-the last batch did not write are stale, and a rollback that would need one is refused: the caller then clears
-the sequence and computes it again. A state that was never written is never read either, so that memory need not be
-zeroed. The bookkeeping is on the host; buffers are on the device. Layouts: ``refengine.kernels.short_conv`` and
+A state cannot be cut back like a KV cache. So each sequence has n_rs_seq + 2 planes, and the books here say which plane
+holds the state after how many tokens. A micro-batch writes its last states to planes that the books choose; the
+plane of the state from before the batch is not among them until the batch ends. So a batch that failed, however much
+of it ran, is undone by ``abort``, and a ``rollback`` of up to ``n_rs_seq`` tokens is exact: neither copies anything.
+A plane that is handed out to be written leaves the books at once and enters them again when it was written, so
+that a state half written is never read, and memory need not be zeroed.
+
+The books are on the host; buffers are on the device. Layouts: ``refengine.kernels.short_conv`` and
 ``refengine.kernels.gated_delta``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from instrumentation.reservation import BufferRequest
+from refengine.kernels.short_conv import FIRST_TARGET, segment_columns
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from instrumentation.allocator import Allocator
     from instrumentation.arena import Arena
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
     from instrumentation.ownership import Owner
     from instrumentation.view import View
 
-#: source plane of a segment whose sequence remembers nothing yet
+#: no plane: nothing to read, the sequence remembers nothing yet; or nothing to write
 EMPTY = -1
 _FLOAT_BYTES = 4
 
@@ -57,8 +61,11 @@ class RecurrentShape:
 
     @property
     def n_planes(self) -> int:
-        """States kept for each sequence: the last one, and one for each token that can be rolled back."""
-        return self.n_rs_seq + 1
+        """States kept for each sequence.
+
+        The last one, one for each token that can be rolled back, and the one from before the batch that runs.
+        """
+        return self.n_rs_seq + 2
 
     @property
     def conv_shape(self) -> tuple[int, ...]:
@@ -85,16 +92,51 @@ class RecurrentShape:
 
 @dataclass
 class _Sequence:
-    #: tokens that the state has seen
+    """The books of one sequence. States are named by the number of tokens that they have seen."""
+
+    #: tokens that the current state has seen; 0: zeros, in no plane
     length: int = 0
-    #: planes 0 to n_valid - 1 hold states of this sequence
-    n_valid: int = 0
-    #: plane that the next batch starts from; above 0 while a rollback is pending
-    source: int = 0
+    #: plane of each state that is kept
+    planes: dict[int, int] = field(default_factory=dict)
+    #: the length when the open batch began, whose plane is not written; None: no batch is open
+    pinned: int | None = None
+    #: planes that a micro-batch writes now
+    running: dict[int, int] = field(default_factory=dict)
+
+    def hand_out(self, n_rows: int, n_planes: int) -> tuple[int, list[int]]:
+        """Planes for a micro-batch: the one to read or ``EMPTY``, and those to write, the last state's first."""
+        assert self.pinned is not None, f"no batch is open: {self}"
+        assert not self.running, f"a micro-batch runs already: {self}"
+        source = self.planes[self.length] if self.length else EMPTY
+        end = self.length + n_rows
+        # All but the pinned one, so that even one of many rows finds room: the source itself may be taken.
+        states = [end - back for back in range(min(n_rows, n_planes - 1))]
+        targets = sorted(set(range(n_planes)) - set(self.planes.values()))
+        oldest_first = iter(sorted(self.planes.keys() - {self.pinned}))
+        while len(targets) < len(states):
+            targets.append(self.planes.pop(next(oldest_first)))
+        self.running = dict(zip(states, targets, strict=False))
+        return source, list(self.running.values())
+
+    def go_back(self, length: int) -> None:
+        """Make the state of ``length`` the current one, and drop those that are newer."""
+        self.length = length
+        self.planes = {n: plane for n, plane in self.planes.items() if n <= length}
+
+    def check(self, n_planes: int) -> None:
+        """Raises AssertionError: a bug here."""
+        used = [*self.planes.values(), *self.running.values()]
+        assert len(set(used)) == len(used), f"a plane holds two states: {self}"
+        assert set(used) <= set(range(n_planes)), f"want planes 0 to {n_planes - 1}: {self}"
+        assert all(0 < n <= self.length for n in self.planes), f"states that are newer than the last: {self}"
+        assert all(n > self.length for n in self.running), f"states that are written twice: {self}"
+        assert not self.running or self.pinned is not None, f"a micro-batch outside a batch: {self}"
+        needed = {0 if self.running else self.length, self.pinned or 0} - {0}
+        assert needed <= self.planes.keys(), f"states {sorted(needed)} are needed, not all are kept: {self}"
 
 
 class RecurrentState:
-    """Convolution history and matrices of every recurrent layer, with the books of which planes are valid."""
+    """Convolution history and matrices of every recurrent layer, with the books of which plane holds what."""
 
     def __init__(self, allocator: Allocator, shape: RecurrentShape, owner: Owner) -> None:
         self.shape = shape
@@ -117,66 +159,112 @@ class RecurrentState:
         """Tokens that a sequence's state has seen."""
         return self._sequences[sequence].length
 
-    def segments(self, sequence: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Table of a micro-batch for the kernels: int32 [n_sequences, 4], one row per sequence, in batch order.
+    def begin(self, sequences: Iterable[int]) -> None:
+        """Open a batch of these sequences: ``abort`` goes back to what they are now."""
+        for s in sequences:
+            held = self._closed(s)
+            held.pinned = held.length
 
-        ``sequence`` [n_rows] is each row's; rows of one sequence must be consecutive. Columns: first row, number of
-        rows, slot, plane to start from or ``EMPTY``. The rest are segments of no rows, so that the shape of a launch
-        does not depend on how many sequences a batch has.
+    def segments(self, sequence: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Table of a micro-batch for the kernels: int32 [n_sequences, segment_columns(n_rs_seq)], in batch order.
+
+        ``sequence`` [n_rows] is each row's; rows of one sequence must be consecutive, and its batch open. Columns as
+        ``refengine.kernels.short_conv`` has them. Segments of no rows follow, so that the shape of a launch does not
+        depend on how many sequences a batch has. The oldest states make room for those that will be written, and
+        are lost from here on; ``advance`` or ``abort`` must follow.
         """
         assert len(sequence), "a micro-batch has rows"
-        table = np.zeros((self.shape.n_sequences, 4), np.int32)
-        table[:, 3] = EMPTY
+        table = np.full((self.shape.n_sequences, segment_columns(self.shape.n_rs_seq)), EMPTY, np.int32)
+        table[:, :FIRST_TARGET] = (0, 0, 0, EMPTY)
         starts = np.flatnonzero(np.diff(sequence, prepend=-1))
         stops = [*starts[1:].tolist(), len(sequence)]
         owners = sequence[starts].tolist()
         assert len(set(owners)) == len(owners), f"rows of a sequence are apart: {sequence.tolist()}"
-        for row, (first, stop, s) in enumerate(zip(starts.tolist(), stops, owners, strict=True)):
-            held = self._sequences[s]
-            table[row] = (first, stop - first, s, held.source if held.n_valid else EMPTY)
+        for row, first, stop, s in zip(table, starts.tolist(), stops, owners, strict=False):
+            source, targets = self._sequences[s].hand_out(stop - first, self.shape.n_planes)
+            row[:FIRST_TARGET] = (first, stop - first, s, source)
+            row[FIRST_TARGET : FIRST_TARGET + len(targets)] = targets
         return table
 
-    def commit(self, sequence: int, n_rows: int) -> None:
-        """A micro-batch with ``n_rows`` of a sequence has run: its planes are those of its end.
-
-        One that failed may have written some layers and not others: ``clear`` its sequences.
-        """
-        assert n_rows >= 1, n_rows
+    def advance(self, sequence: int, n_rows: int) -> None:
+        """A micro-batch with ``n_rows`` of a sequence has run: the planes that it was to write are valid."""
         held = self._sequences[sequence]
+        assert max(held.running, default=0) == held.length + n_rows, f"{n_rows} rows were not running: {held}"
         held.length += n_rows
-        held.n_valid = min(n_rows, self.shape.n_planes)
-        held.source = 0
+        held.planes |= held.running
+        held.running = {}
+
+    def end(self, sequences: Iterable[int]) -> None:
+        """Close a batch that is done."""
+        for s in sequences:
+            held = self._sequences[s]
+            assert held.pinned is not None, f"no batch of sequence {s} is open: {held}"
+            assert not held.running, f"a micro-batch of sequence {s} still runs: {held}"
+            held.pinned = None
+
+    def abort(self, sequences: Iterable[int]) -> None:
+        """Close a batch that failed: sequences have the length and the state that they had at ``begin``.
+
+        Older states that the batch did not take the planes of are kept, so rollbacks may reach less far.
+        """
+        for s in sequences:
+            held = self._sequences[s]
+            assert held.pinned is not None, f"no batch of sequence {s} is open: {held}"
+            held.running = {}
+            held.go_back(held.pinned)
+            held.pinned = None
 
     def can_roll_back(self, sequence: int, n: int) -> bool:
         """Whether ``rollback`` would be done."""
-        held = self._sequences[sequence]
-        return n == 0 or (held.source == 0 and 0 < n < held.n_valid)
+        assert n >= 0, n
+        held = self._closed(sequence)
+        return n in (0, held.length) or (n <= self.shape.n_rs_seq and held.length - n in held.planes)
 
     def rollback(self, sequence: int, n: int) -> bool:
-        """Go back ``n`` tokens exactly; False, and nothing changes, when no valid plane holds that state.
+        """Go back ``n`` tokens exactly, to what the sequence was before they were computed.
 
-        That is: n reaches as many rows as the last micro-batch had, or more than ``n_rs_seq``, or another rollback
-        is pending, no batch having run since. Nothing is copied.
+        False, and nothing changes, when n is more than ``n_rs_seq`` or no plane holds that state any more; all the
+        way back, to nothing, is always possible. After a batch the states of its last ``n_rs_seq`` + 1 tokens
+        are there, and together with older ones as many as there were before. Nothing is copied.
         """
-        assert n >= 0, n
         if not self.can_roll_back(sequence, n):
             return False
         held = self._sequences[sequence]
-        held.length -= n
-        held.source += n
+        held.go_back(held.length - n)
         return True
 
     def clear(self, sequence: int) -> None:
         """Forget a sequence: its next batch starts from zeros."""
+        self._closed(sequence)
         self._sequences[sequence] = _Sequence()
 
+    def copies(self, source: int, target: int) -> list[tuple[int, int, int, int]]:
+        """What to copy in each layer so that ``target``, which is clear, has the last state of ``source``.
+
+        (source slot, source plane, target slot, target plane) of each copy. The books change with ``assume``, once
+        the copies are done.
+        """
+        held = self._closed(source)
+        assert self._closed(target).length == 0, f"sequence {target} is not clear: {self._sequences[target]}"
+        assert source != target, f"sequence {source} onto itself"
+        return [(source, held.planes[held.length], target, 0)] if held.length else []
+
+    def assume(self, source: int, target: int) -> None:
+        """``copies`` were done: ``target`` is at the length of ``source``, and can be rolled back to nothing."""
+        made = _Sequence(self._sequences[source].length)
+        for *_, plane in self.copies(source, target):
+            made.planes[made.length] = plane
+        self._sequences[target] = made
+
     def check_integrity(self) -> None:
-        """Planes are within bounds and agree with lengths. Raises AssertionError: a bug here."""
-        for number, s in enumerate(self._sequences):
-            assert 0 <= s.n_valid <= self.shape.n_planes, f"sequence {number}: {s.n_valid} planes"
-            assert s.n_valid <= s.length + s.source, f"sequence {number}: more planes than tokens: {s}"
-            assert 0 <= s.source < max(1, s.n_valid), f"sequence {number}: starts from a stale plane: {s}"
-            assert (s.n_valid == 0) == (s.length == 0), f"sequence {number}: a length without a state: {s}"
+        """Planes are within bounds, hold one state each, and what is needed is kept. Raises AssertionError: a bug."""
+        for held in self._sequences:
+            held.check(self.shape.n_planes)
+
+    def _closed(self, sequence: int) -> _Sequence:
+        held = self._sequences[sequence]
+        assert held.pinned is None, f"a batch of sequence {sequence} is open, end or abort it: {held}"
+        return held
 
     def release(self) -> None:
         """Give the memory back."""

@@ -17,7 +17,8 @@ from structlog.testing import capture_logs
 import refengine
 from cli.main import main
 from instrumentation.errors import OutOfMemoryError
-from refengine.context import Batch, DecodeStatus
+from refengine.batch import Batch
+from refengine.context import DecodeStatus
 from refengine.errors import ComputeError
 
 MODEL = Path(__file__).resolve().parents[1] / "data" / "llama.gguf"

@@ -127,9 +127,10 @@ def test_expected_tensors_are_those_of_the_file(name):
     # One matrix of a row is a vector in files.
     wanted = {each: shape[1:] if shape[0] == 1 else shape for each, shape in expected_tensors(config).items()}
     assert found == wanted
-    assert {each for each in wanted if each not in loaded_tensors(config)} == {
+    assert {each for each in wanted if each not in loaded_tensors(config, draft=False)} == {
         each for each in found if each.startswith("blk.4.")
     }
+    assert loaded_tensors(config, draft=True) == expected_tensors(config)
 
 
 @pytest.mark.parametrize("arch", ["qwen35", "qwen35moe"])
@@ -140,7 +141,8 @@ def test_small_models(config_of, arch, n_nextn):
     assert config.hybrid.recurrent == (True, False)
     assert config.hybrid.nextn_tensors == ()
     assert all(
-        name.startswith("blk.2.") for name in set(expected_tensors(config)) - set(loaded_tensors(config))
+        name.startswith("blk.2.")
+        for name in set(expected_tensors(config)) - set(loaded_tensors(config, draft=False))
     )
     assert ("blk.2.nextn.eh_proj.weight" in expected_tensors(config)) == (n_nextn == 1)
 
@@ -285,7 +287,8 @@ def test_a_model_that_is_not_hybrid_has_none_of_it(config_of):
     config = config_of(tiny_llama(n_layer=2))
     assert (config.hybrid, config.experts) == (None, None)
     assert (config.attention_layers, config.recurrent_layers) == ((0, 1), ())
-    assert loaded_tensors(config) == expected_tensors(config)
+    assert loaded_tensors(config, draft=False) == expected_tensors(config)
+    assert loaded_tensors(config, draft=True) == expected_tensors(config)
 
 
 @pytest.mark.parametrize(

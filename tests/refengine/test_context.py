@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from instrumentation.devices import host_stream
 from instrumentation.errors import DeviceError, OutOfMemoryError
 from instrumentation.levels import Level
-from refengine.context import MAX_OUTPUTS, Batch, Context, DecodeStatus
+from refengine.batch import Batch
+from refengine.context import Context, DecodeStatus
+from refengine.context_plan import MAX_OUTPUTS
 from refengine.kernels.attention import PAGE
 
 N_VOCAB = 320

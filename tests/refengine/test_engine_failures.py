@@ -51,8 +51,10 @@ def engine(wanted):
 
 
 def held(engine: refengine.Engine) -> list[int]:
-    """Positions that the sequence of the engine holds, and a check of the books."""
-    engine.context.cache.check_integrity()
+    """Positions that the sequence of an idle engine holds without prefixes, and a check of the books."""
+    engine.check_integrity()
+    assert engine.scheduler.is_idle
+    engine.drop_prefixes()
     assert engine.context.cache.free_positions == N_CTX
     return [engine.context.cache.length(0)]
 
@@ -145,17 +147,33 @@ def test_a_stream_that_was_never_begun_holds_nothing(engine):
     del stream
 
 
-def test_a_second_request_of_the_same_thread_is_refused_while_a_stream_runs(engine):
+def test_requests_of_the_same_thread_while_a_stream_runs_wait_for_the_slot(engine, wanted):
+    alone = engine.generate(TOKENS[:4], n_predict=5, temperature=0, ignore_eos=True)
     stream = engine.stream(TOKENS[:4], n_predict=5, temperature=0, ignore_eos=True)
     pieces = [next(stream)]
-    for call in (engine.logits, engine.generate, lambda tokens: next(engine.stream(tokens))):
-        with pytest.raises(
-            RequestError, match="a stream of this engine is not finished; exhaust or close it"
-        ):
-            call(TOKENS[:3])
-    # The stream is none the worse for it.
+    assert same_bits(engine.logits(TOKENS[:40]), wanted), "the stream's request is preempted meanwhile"
+    second = engine.stream(TOKENS[:4], n_predict=5, temperature=0, ignore_eos=True)
+    assert "".join(second) == alone.text
     pieces += list(stream)
-    assert "".join(pieces) == engine.generate(TOKENS[:4], n_predict=5, temperature=0, ignore_eos=True).text
+    assert "".join(pieces) == alone.text
+
+
+def test_a_stream_that_is_collected_in_the_middle_of_a_step_ends_behind_it(engine, monkeypatch):
+    streams = [engine.stream(TOKENS[:4], n_predict=50, ignore_eos=True)]
+    next(streams[0])
+    decode = engine.context.decode
+
+    def collecting(batch):
+        if streams:
+            streams.pop()
+            gc.collect()
+            assert not engine.scheduler.is_idle, "the slot is not taken away under the step"
+        return decode(batch)
+
+    monkeypatch.setattr(engine.context, "decode", collecting)
+    engine.drive()
+    assert not streams
+    assert held(engine) == [0]
 
 
 def test_another_thread_waits_for_its_turn(engine, wanted):

@@ -12,7 +12,8 @@ import refengine
 from instrumentation.errors import DeviceError
 from instrumentation.faults import FaultInjector, FaultPlan
 from instrumentation.levels import Level
-from refengine.context import Batch, Context, DecodeStatus
+from refengine.batch import Batch
+from refengine.context import Context, DecodeStatus
 from refengine.errors import ComputeError
 from refengine.gguf_file import GGUFFile
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from engines import World, decode, same_bits, world
 
-from refengine.context import Batch, Context, DecodeStatus
+from refengine.batch import Batch
+from refengine.context import Context, DecodeStatus
 from refengine.executor import MAX_EXECUTABLES
 from refengine.graph import BatchShape
 

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instrumentation.redzones import Redzones
+from refengine.architectures import BUILDERS, DRAFT_BUILDERS
 from refengine.config import ModelConfig
-from refengine.context import MAX_OUTPUTS, ContextSettings, graph_builder
+from refengine.context_plan import MAX_OUTPUTS, ContextPlan, ContextSettings
 from refengine.gguf_file import GGUFFile
-from refengine.graph import BatchShape, Graph
+from refengine.graph import BatchShape, ContextShape, Graph
 from refengine.planner import Plan, plan
 
 MODELS = ("llama", "qwen3", "qwen35", "qwen35moe")
@@ -39,7 +40,7 @@ def context_settings(**changes) -> ContextSettings:
 
 
 def build(name: str, shape: BatchShape) -> Graph:
-    return graph_builder(config(name), context_settings())(shape)
+    return ContextPlan(config(name), context_settings()).graph(shape)
 
 
 def check(graph: Graph, made: Plan) -> None:
@@ -68,6 +69,31 @@ def test_every_read_finds_its_tensor(name: str, shape: BatchShape):
     check(graph, plan(graph, TARGET))
 
 
+@given(
+    name=st.sampled_from(["qwen35", "qwen35moe"]),
+    builders=st.sampled_from([BUILDERS, DRAFT_BUILDERS]),
+    shape=SHAPES,
+    data=st.data(),
+)
+def test_graphs_that_hand_rows_over(name: str, builders: dict, shape: BatchShape, data: st.DataObject):
+    """Reads find their tensors, no persistent buffer is planned, and a smaller shape needs no more memory."""
+
+    def build_one(batch: BatchShape) -> Graph:
+        return builders[name](config(name), ContextShape(2, 4, 80), batch)
+
+    graph = build_one(shape)
+    made = plan(graph, TARGET)
+    check(graph, made)
+    assert not {"hidden", "chain"} & {request.name.split(".")[-1] for request in made.requests}
+    n_tokens = data.draw(st.integers(1, shape.n_tokens))
+    smaller = BatchShape(
+        n_tokens,
+        data.draw(st.integers(0, min(n_tokens, shape.n_outputs))),
+        data.draw(st.integers(1, shape.n_spans)),
+    )
+    assert plan(build_one(smaller), TARGET).nbytes <= made.nbytes
+
+
 SETTINGS = st.builds(
     context_settings,
     n_ctx=st.one_of(st.integers(1, 100), st.integers(200, 5000)),
@@ -81,7 +107,7 @@ SETTINGS = st.builds(
 def test_the_worst_shapes_cover_every_batch(
     name: str, chosen: ContextSettings, redzone: int, data: st.DataObject
 ):
-    of_shape = graph_builder(config(name), chosen)
+    of_shape = ContextPlan(config(name), chosen).graph
     zones = Redzones(redzone)
 
     def nbytes(shape: BatchShape) -> int:
@@ -115,6 +141,17 @@ def test_a_tensor_of_chance_size_does_not_share():
     rows = {name: graph.tensors[name].rows for name in made.place}
     for place in set(made.place.values()):
         assert len({rows[name] for name, at in made.place.items() if at == place}) == 1
+
+
+def test_a_prefix_is_part_of_every_name_of_a_result():
+    graph = Graph(BatchShape(2, 1, 1), prefix="mtp_")
+    graph.input("a", (2, 4), "tokens")
+    others = {"index": ("chosen", (2, 1), "int32")}
+    assert graph.add("add", "sum", (2, 4), {"a": "a"}, others=others, buffers={"y": "kept"}) == "mtp_sum"
+    (node,) = graph.nodes
+    assert node.results == ("mtp_sum", "mtp_chosen")
+    assert dict(node.buffers) == {"y": "kept"}
+    assert set(graph.tensors) == {"a", "mtp_sum", "mtp_chosen"}
 
 
 def test_an_operation_reads_what_is_in_the_graph():

@@ -20,8 +20,10 @@ from instrumentation.levels import Level
 from instrumentation.ownership import Owner
 from instrumentation.view import View
 from refengine.architectures import BUILDERS
+from refengine.batch import Batch
 from refengine.config import ModelConfig
-from refengine.context import Batch, Context, ContextSettings, DecodeStatus
+from refengine.context import Context, DecodeStatus
+from refengine.context_plan import ContextPlan, ContextSettings
 from refengine.gguf_file import GGUFFile
 from refengine.weights import WeightPlan, Weights
 
@@ -129,20 +131,28 @@ class World:
             "n_ctx": 64, "n_batch": 64, "n_ubatch": 32, "n_sequences": 1, "cache_type": "f32", "capture": True,
         }  # fmt: skip
         chosen = ContextSettings(**(defaults | settings))
-        made = Context(self.device, self.allocator, self.config, self.weights, chosen)
+        made = Context(self.device, self.allocator, self.weights, ContextPlan(self.config, chosen))
         self.contexts.append(made)
         return made
 
 
 @contextmanager
 def world(
-    name: str = "llama", level: Level = Level.GUARD, threads: int | None = None, **options: Any
+    name: str = "llama",
+    level: Level = Level.GUARD,
+    threads: int | None = None,
+    *,
+    draft: bool = False,
+    **options: Any,
 ) -> Iterator[World]:
-    """Weights of a model on a guarded host device; nothing may be left, and no finding, at the end."""
+    """Weights of a model on a guarded host device; nothing may be left, and no finding, at the end.
+
+    ``draft``: with those of its MTP block.
+    """
     bench = Bench(level, threads, **options)
     with GGUFFile.open(DATA / f"{name}.gguf") as gguf:
         config = ModelConfig.from_gguf(gguf)
-        weights = Weights(bench.allocator, WeightPlan(gguf, config, MODEL), MODEL)
+        weights = Weights(bench.allocator, WeightPlan(gguf, config, MODEL, draft=draft), MODEL)
         loader = bench.device.create_stream(owner=MODEL, name="load")
         weights.load(loader)
         loader.destroy()

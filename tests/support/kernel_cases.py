@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import numpy as np
 
-from refengine.kernels import STATE_SIZES, elementwise, experts, gates, norm, select
+from refengine.kernels import STATE_SIZES, elementwise, experts, gates, hidden, norm, select
 from refengine.kernels.attention import (
     CACHE_DTYPES,
     PAGE,
@@ -136,6 +136,7 @@ def cases(seed: int = 0) -> Iterator[Case]:
             {"x": heads, "position": position, "cosine": cosine, "sine": sine, "y": poisoned(heads.shape)},
             {"y": rope_f64(heads, position, cosine, sine, pairing)},
         )  # fmt: skip
+    yield from _hidden_cases(rng)
     yield from _gate_cases(rng)
     yield from _recurrent_cases(rng)
     for quantisation in FORMATS:
@@ -143,6 +144,27 @@ def cases(seed: int = 0) -> Iterator[Case]:
     for cache_type, dtype in CACHE_DTYPES.items():
         for head_dim in (16, 64, 80, 128, 256):
             yield from _attention_cases(rng, cache_type, dtype, head_dim)
+
+
+def _hidden_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Every kind of row; a width that is no multiple of a warp's."""
+    table, chain, x = (rng.standard_normal((rows, 70)).astype(np.float32) for rows in (4, 3, 5))
+    rows = np.array([3, -1, -2, 0, -4], np.int32)
+    yield Case(
+        hidden.gather_hidden, (5,),
+        {"hidden": table, "chain": chain, "rows": rows, "y": poisoned((5, 70))},
+        {"y": hidden.gather_hidden_f64(table, chain, rows)},
+    )  # fmt: skip
+    rows = np.array([3, -1, 0, -7, 1], np.int32)
+    y = poisoned((6, 70))
+    yield Case(
+        hidden.scatter_rows, (5,), {"x": x, "rows": rows, "y": y}, {"y": hidden.scatter_rows_f64(x, rows, y)}
+    )
+    b = rng.standard_normal((5, 33)).astype(np.float32)
+    yield Case(
+        hidden.concat_rows, (5,), {"a": x, "b": b, "y": poisoned((5, 103))},
+        {"y": hidden.concat_rows_f64(x, b)},
+    )  # fmt: skip
 
 
 def _gate_cases(rng: np.random.Generator) -> Iterator[Case]:
@@ -187,16 +209,16 @@ def _gate_cases(rng: np.random.Generator) -> Iterator[Case]:
 
 
 def _recurrent_cases(rng: np.random.Generator) -> Iterator[Case]:
-    """Two sequences in one batch, the second from a plane of its own, and a segment of no rows; two planes."""
-    segments = np.array([[0, 1, 2, -1], [1, 4, 0, 1], [0, 0, 0, -1]], np.int32)
-    parts = ((slice(0, 1), 2), (slice(1, 5), 0))
+    """Two sequences in one batch, the second over the plane that it reads, and a segment of no rows; two planes."""
+    segments = np.array([[0, 1, 2, -1, 1, 0], [1, 4, 0, 1, 0, 1], [0, 0, 1, -1, 0, 1]], np.int32)
+    parts = ((slice(0, 1), 2, [1]), (slice(1, 5), 0, [0, 1]))
     x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((5, 70), (70, 4)))
     history, y = poisoned((3, 2, 3, 70)), np.empty((5, 70))
     history[0, 1] = rng.standard_normal((3, 70))
     wanted = history.astype(np.float64)
-    for (part, slot), old in zip(parts, (np.zeros((3, 70)), history[0, 1]), strict=True):
+    for (part, slot, targets), old in zip(parts, (np.zeros((3, 70)), history[0, 1]), strict=True):
         y[part], after = short_conv_f64(x[part], weight, old)
-        wanted[slot, : min(2, len(after))] = after[:-3:-1]
+        wanted[slot, targets] = after[:-3:-1]
     yield Case(
         short_conv(4), (3, 3),
         {"x": x, "weight": weight, "segments": segments, "history": history, "y": poisoned(x.shape)},
@@ -210,9 +232,9 @@ def _recurrent_cases(rng: np.random.Generator) -> Iterator[Case]:
         old = rng.standard_normal((n_head, size, size)).astype(np.float32)
         states[0, 1] = packed_state(old)
         wanted = states.astype(np.float64)
-        for (part, slot), begin in zip(parts, (np.zeros_like(old), old), strict=True):
+        for (part, slot, targets), begin in zip(parts, (np.zeros_like(old), old), strict=True):
             y[part], after = gated_delta_f64(qkv[part], pair[part], begin, eps)
-            wanted[slot, : min(2, len(after))] = packed_state(after[:-3:-1])
+            wanted[slot, targets] = packed_state(after[:-3:-1])
         yield Case(
             gated_delta(size), (size // columns_per_block(size), n_head, 3),
             {

@@ -181,12 +181,16 @@ class Qwen35:
     def head(self) -> Array:
         return self.weights.get("output.weight", self.weights["token_embd.weight"])
 
-    def hidden(self, tokens: Array) -> Array:
-        """h_nextn, the output norm's result: [T, n_embd]."""
+    def residual(self, tokens: Array) -> Array:
+        """What the last layer of the trunk gives, before the output norm: [T, n_embd]."""
         x = self.weights["token_embd.weight"][tokens]
         for layer in range(self.n_layer):
             x = self.block(layer, x, np.arange(len(tokens)))
-        return self.norm(x, self.weights["output_norm.weight"])
+        return x
+
+    def hidden(self, tokens: Array) -> Array:
+        """h_nextn, the output norm's result: [T, n_embd]."""
+        return self.norm(self.residual(tokens), self.weights["output_norm.weight"])
 
     def logits(self, hidden: Array) -> Array:
         """[T, n_embd] -> [T, n_vocab]."""
@@ -199,7 +203,7 @@ class Qwen35:
             f"blk.{layer}.nextn.embed_tokens.weight", self.weights["token_embd.weight"]
         )
         e = self.norm(embeddings[tokens], self.w(layer, "nextn.enorm.weight"))
-        h = self.norm(hidden, self.w(layer, "nextn.hnorm.weight"))
+        h = self.mtp_hnorm(hidden)
         x = np.concatenate([e, h], axis=1) @ self.w(layer, "nextn.eh_proj.weight").T
         x = self.block(layer, x, position)
         last = self.weights.get(
@@ -207,10 +211,28 @@ class Qwen35:
         )
         return self.norm(x, last)
 
+    def mtp_hnorm(self, hidden: Array) -> Array:
+        return self.norm(hidden, self.w(self.n_layer, "nextn.hnorm.weight"))
+
     def mtp_logits(self, hidden: Array) -> Array:
         """[T, n_embd] of ``mtp_hidden`` -> [T, n_vocab]."""
         own = f"blk.{self.n_layer}.nextn.shared_head_head.weight"
         return hidden @ self.weights.get(own, self.head).T
+
+    def chain(self, tokens: Array, hidden: Array, n: int) -> tuple[Array, Array]:
+        """Greedy drafts after ``tokens`` [T] from trunk rows ``hidden`` [T - 1 or more, n_embd]: [n], [n, n_vocab].
+
+        The MTP block reads every token with the trunk's row before it, the first one with zeros, and then its own
+        drafts with its own rows.
+        """
+        rows = np.concatenate([np.zeros((1, hidden.shape[1])), hidden[: len(tokens) - 1]])
+        read, drafted, logits = np.asarray(tokens), [], []
+        for _ in range(n):
+            own = self.mtp_hidden(read, rows, np.arange(len(read)))[-1:]
+            logits.append(self.mtp_logits(own)[0])
+            drafted.append(int(logits[-1].argmax()))
+            read, rows = np.append(read, drafted[-1]), np.concatenate([rows, own])
+        return np.array(drafted, np.int32), np.array(logits)
 
     def drafts(self, tokens: Array) -> Array:
         """MTP logits for (h[p], tokens[p + 1]) at position p + 1, p from 0: [T - 1, n_vocab]."""

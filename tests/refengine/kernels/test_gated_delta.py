@@ -14,6 +14,8 @@ from refengine.kernels.gated_delta import columns_per_block, gated_delta, gated_
 EMPTY = -1
 EPS = float(np.float32(1e-6))
 SIZES = (16, 64, 128)
+#: source plane, and planes to write in an order; those beyond the planes that there are stand for none
+SOURCE_AND_TARGETS = st.tuples(st.integers(-1, 4), st.permutations(range(5)))
 
 
 def decoded(
@@ -51,8 +53,9 @@ def matrices(rng: np.random.Generator, n_head: int, size: int) -> Array:
     n_key=st.integers(1, 3),
     n_head=st.integers(1, 6),
     counts=st.lists(st.integers(0, 6), min_size=1, max_size=3).filter(any),
-    n_planes=st.integers(1, 4),
-    sources=st.lists(st.integers(-1, 3), min_size=3, max_size=3),
+    n_planes=st.integers(1, 5),
+    planes=st.lists(SOURCE_AND_TARGETS, min_size=3, max_size=3),
+    n_kept=st.integers(1, 4),
     fill=st.sampled_from([0x3E, 0xFF]),
     seed=st.integers(0, 2**32 - 1),
 )
@@ -62,7 +65,8 @@ def test_segments_are_their_twins(
     n_head: int,
     counts: list[int],
     n_planes: int,
-    sources: list[int],
+    planes: list[tuple[int, list[int]]],
+    n_kept: int,
     fill: int,
     seed: int,
 ):
@@ -73,13 +77,14 @@ def test_segments_are_their_twins(
     states.view(np.uint8)[...] = fill
     segments, wanted_y, wanted = [], [], []
     first = 0
-    for count, slot, plane in zip(counts, rng.permutation(n_slots).tolist(), sources, strict=False):
+    for count, slot, (plane, order) in zip(counts, rng.permutation(n_slots).tolist(), planes, strict=False):
         source = min(plane, n_planes - 1)
+        targets = [plane if plane < n_planes else EMPTY for plane in order[:n_kept]]
         old = np.zeros((n_head, size, size), np.float32)
         if source != EMPTY:
             old = matrices(rng, n_head, size)
             states[slot, source] = packed_state(old)
-        segments.append([first, count, slot, source])
+        segments.append([first, count, slot, source, *targets])
         y, after = gated_delta_f64(qkv[first : first + count], gates[first : first + count], old, EPS)
         wanted_y.append(y)
         wanted.append(after)
@@ -87,19 +92,19 @@ def test_segments_are_their_twins(
     y, after = decoded(qkv, gates, segments, states)
     assert nmse(y, np.concatenate(wanted_y)) < 1e-11
     untouched = np.ones(states.shape[:2], bool)
-    for (start, count, slot, source), right in zip(segments, wanted, strict=True):
-        n_written = min(count, n_planes)
-        untouched[slot, :n_written] = False
-        for plane in range(n_written):
-            assert nmse(after[slot, plane], packed_state(right[count - 1 - plane])) < 1e-11
+    for (start, count, slot, *rest), right in zip(segments, wanted, strict=True):
+        for back, plane in enumerate(rest[1:][:count]):
+            if plane != EMPTY:
+                untouched[slot, plane] = False
+                assert nmse(after[slot, plane], packed_state(right[count - 1 - back])) < 1e-11
         if count:
             part = slice(start, start + count)
-            alone, planes = decoded(
-                qkv[part].copy(), gates[part].copy(), [[0, count, slot, source]], states, every_order=False
+            alone, alone_after = decoded(
+                qkv[part].copy(), gates[part].copy(), [[0, count, slot, *rest]], states, every_order=False
             )
             assert same_bits(alone, y[part])
-            assert same_bits(planes[slot], after[slot])
-    # Planes that no row reaches, and other slots, are left as they were.
+            assert same_bits(alone_after[slot], after[slot])
+    # Planes that are no target, or that no row reaches, and other slots, are left as they were.
     assert same_bits(after[untouched], states[untouched])
 
 
@@ -108,21 +113,38 @@ def test_a_split_anywhere_gives_the_same_bits(size: int, n_key: int, n_head: int
     rng = np.random.default_rng(0)
     qkv, gates = rows(rng, 9, n_key, n_head, size)
     empty = poisoned((1, 2, n_head, size * size))
-    whole, states = decoded(qkv, gates, [[0, 9, 0, EMPTY]], empty)
+    whole, states = decoded(qkv, gates, [[0, 9, 0, EMPTY, 0, 1]], empty)
     for cut in range(1, 9):
-        first, middle = decoded(qkv[:cut], gates[:cut], [[0, cut, 0, EMPTY]], empty, every_order=False)
+        first, middle = decoded(qkv[:cut], gates[:cut], [[0, cut, 0, EMPTY, 0]], empty, every_order=False)
         second, last = decoded(
-            qkv[cut:].copy(), gates[cut:].copy(), [[0, 9 - cut, 0, 0]], middle, every_order=False
+            qkv[cut:].copy(), gates[cut:].copy(), [[0, 9 - cut, 0, 0, 1]], middle, every_order=False
         )
         assert same_bits(np.concatenate([first, second]), whole)
-        assert same_bits(last[0, 0], states[0, 0])
+        assert same_bits(last[0, 1], states[0, 0])
+
+
+@pytest.mark.parametrize("size", [16, 48, 128])
+@pytest.mark.parametrize("n_rows", [1, 2, 3, 5])
+@pytest.mark.parametrize("back", [0, 1, 2])
+def test_a_state_written_over_the_one_that_was_read(size: int, n_rows: int, back: int):
+    rng = np.random.default_rng(back)
+    qkv, gates = rows(rng, n_rows, 1, 2, size)
+    states = poisoned((1, 4, 2, size * size))
+    states[0, 3] = packed_state(matrices(rng, 2, size))
+    wanted, apart = decoded(qkv, gates, [[0, n_rows, 0, 3, 0, 1, 2]], states)
+    targets = [0, 1, 2]
+    targets[back] = 3
+    y, over = decoded(qkv, gates, [[0, n_rows, 0, 3, *targets]], states)
+    assert same_bits(y, wanted)
+    for s in range(min(n_rows, 3)):
+        assert same_bits(over[0, targets[s]], apart[0, s])
 
 
 @pytest.mark.parametrize("n_rows", [1, 63, 64, 65, 129])
 def test_long_sequences_stay_close(n_rows: int):
     rng = np.random.default_rng(n_rows)
     qkv, gates = rows(rng, n_rows, 1, 2, 16)
-    y, _ = decoded(qkv, gates, [[0, n_rows, 0, EMPTY]], poisoned((1, 1, 2, 256)))
+    y, _ = decoded(qkv, gates, [[0, n_rows, 0, EMPTY, 0]], poisoned((1, 1, 2, 256)))
     wanted, _ = gated_delta_f64(qkv, gates, np.zeros((2, 16, 16)), EPS)
     assert nmse(y, wanted) < 1e-11
 
@@ -135,7 +157,7 @@ def test_value_heads_take_key_heads_in_turn():
     gates[...] = gates[:, :, :1]
     heads = qkv.reshape(3, 2 * n_key + n_head, size)
     heads[:, 2 * n_key :] = heads[:, 2 * n_key : 2 * n_key + 1]
-    y, _ = decoded(qkv, gates, [[0, 3, 0, EMPTY]], poisoned((1, 1, n_head, size * size)))
+    y, _ = decoded(qkv, gates, [[0, 3, 0, EMPTY, 0]], poisoned((1, 1, n_head, size * size)))
     y = y.reshape(3, n_head, size)
     assert same_bits(y[:, 0].copy(), y[:, 2].copy())
     assert same_bits(y[:, 1].copy(), y[:, 3].copy())
@@ -150,7 +172,7 @@ def test_a_full_step_without_decay_recalls_the_value_of_its_key():
     # The second row asks for the same key, and replaces what is there.
     qkv[1] = qkv[0]
     qkv[1, 2 * size :] = -np.arange(size)
-    y, states = decoded(qkv, np.ones((2, 2, 1), np.float32), [[0, 2, 0, EMPTY]], poisoned((1, 2, 1, 256)))
+    y, states = decoded(qkv, np.ones((2, 2, 1), np.float32), [[0, 2, 0, EMPTY, 0]], poisoned((1, 2, 1, 256)))
     np.testing.assert_allclose(y * np.sqrt(size), [np.arange(size), -np.arange(size)], rtol=1e-5)
     held = np.zeros((size, size))
     held[5] = -np.arange(size)
@@ -161,7 +183,7 @@ def test_keys_and_queries_of_zeros_are_no_numbers_to_fear():
     size = 16
     qkv = np.zeros((2, 3 * size), np.float32)
     qkv[:, 2 * size :] = 1
-    y, states = decoded(qkv, np.ones((2, 2, 1), np.float32), [[0, 2, 0, EMPTY]], poisoned((1, 1, 1, 256)))
+    y, states = decoded(qkv, np.ones((2, 2, 1), np.float32), [[0, 2, 0, EMPTY, 0]], poisoned((1, 1, 1, 256)))
     assert not y.any()
     assert not states.any()
 
@@ -171,7 +193,7 @@ def test_threads_do_not_change_a_bit(threads: int):
     rng = np.random.default_rng(0)
     qkv, gates = rows(rng, 5, 2, 4, 64)
     states = packed_state(rng.standard_normal((2, 1, 4, 64, 64)))
-    segments = [[0, 2, 1, 0], [2, 3, 0, 0]]
+    segments = [[0, 2, 1, 0, 0], [2, 3, 0, 0, 0]]
     wanted = decoded(qkv, gates, segments, states)
     found = Bench(threads=threads).run(
         gated_delta(64), (2, 4, 2), qkv=qkv, gates=gates, segments=np.array(segments, np.int32),
@@ -185,7 +207,9 @@ def test_threads_do_not_change_a_bit(threads: int):
 def test_other_state_sizes(size: int):
     rng = np.random.default_rng(size)
     qkv, gates = rows(rng, 2, 1, 2, size)
-    y, states = decoded(qkv, gates, [[0, 2, 0, EMPTY]], poisoned((1, 1, 2, size * size)), every_order=False)
+    y, states = decoded(
+        qkv, gates, [[0, 2, 0, EMPTY, 0]], poisoned((1, 1, 2, size * size)), every_order=False
+    )
     wanted, after = gated_delta_f64(qkv, gates, np.zeros((2, size, size)), EPS)
     assert nmse(y, wanted) < 1e-11
     assert nmse(states[0, 0], packed_state(after[-1])) < 1e-11

@@ -1,0 +1,223 @@
+"""One generation on its way: what was asked, what has come, and how it ended."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from refengine.errors import ContextSizeError, RequestError
+from refengine.generation import DraftStatistics, FinishReason, Generation, Timings
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from refengine.sampling import Sampler
+    from refengine.tokenizer import Tokenizer
+
+Status = Literal["queued", "running", "done", "failed", "cancelled"]
+#: logit of a token that must not be chosen: finite, so that it is told apart from a kernel's mistake
+NEVER = np.float32(-1e30)
+
+
+class Driver(Protocol):
+    """Who makes requests progress: the engine."""
+
+    def drive(self, timeout: float | None) -> None:
+        """Do one step of the work that is queued, or wait while another thread does, up to ``timeout`` seconds."""
+        ...
+
+    def cancel(self, request: Request) -> None:
+        """End a request and give its memory back."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is asked of a model."""
+
+    prompt: list[int]
+    #: -1: until the end
+    n_predict: int
+    ignore_eos: bool
+    return_logits: bool
+    sampler: Sampler
+    #: positions that the context has for it
+    n_ctx: int
+
+    def __post_init__(self) -> None:
+        n = self.n_predict
+        if not isinstance(n, int) or isinstance(n, bool) or (n != -1 and n < 1):
+            raise RequestError(f"n_predict is {n!r}; give a positive whole number, or -1 for until the end")
+        assert 1 <= len(self.prompt) <= self.n_ctx, self
+
+
+class Request:
+    """A request of an engine, made by ``Engine.submit``: ask for its ``result()``, or take ``pieces()`` as they come.
+
+    Work is done by whoever waits, for all requests together, and by a thread of the engine for those submitted.
+    """
+
+    def __init__(self, number: int, ask: Ask, tokenizer: Tokenizer, driver: Driver) -> None:
+        #: place in the order of arrival, for good: the smallest is served first and never preempted
+        self.number = number
+        self.ask = ask
+        self.status: Status = "queued"
+        self.error: Exception | None = None
+        #: prompt, and what has been generated
+        self.history: list[int] = list(ask.prompt)
+        self.draft = DraftStatistics()
+        self.preemptions = 0
+        self._driver = driver
+        self._eos_ids = tokenizer.eos_ids
+        self._decoder = tokenizer.stream(skip_special=True)
+        self._logits: list[npt.NDArray[np.float32]] = []
+        self._pieces: deque[str] = deque()
+        self._text: list[str] = []
+        self._reason: FinishReason = "cancelled"
+        self._timings = Timings()
+        self._started: float | None = None
+        self._first_token: float | None = None
+
+    # --- for who asked
+
+    @property
+    def tokens(self) -> list[int]:
+        """Generated token ids so far."""
+        return self.history[len(self.ask.prompt) :]
+
+    @property
+    def text(self) -> str:
+        """Generated text so far."""
+        return "".join(self._text)
+
+    @property
+    def ended(self) -> bool:
+        """Done, failed or cancelled."""
+        return self.status in ("done", "failed", "cancelled")
+
+    def result(self, timeout: float | None = None) -> Generation:
+        """Wait for the end. Raises what the request failed with, and ``TimeoutError`` after ``timeout`` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.ended:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError(f"request {self.number} has not ended after {timeout} seconds")
+            self._driver.drive(left)
+        return self.generation()
+
+    def pieces(self) -> Generator[str, None, None]:
+        """Text as it comes, never half a character. Raises what the request failed with; closing it cancels."""
+        try:
+            while True:
+                while self._pieces:
+                    yield self._pieces.popleft()
+                if self.ended:
+                    break
+                self._driver.drive(None)
+            self.generation()
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """End it now; does nothing when it has ended."""
+        if not self.ended:
+            self._driver.cancel(self)
+
+    def generation(self) -> Generation:
+        """What an ended request gave; raises what it failed with."""
+        assert self.ended, self.status
+        if self.error is not None:
+            raise self.error
+        logits = None
+        if self.ask.return_logits:
+            empty = np.empty((0, 0), np.float32)
+            logits = np.stack(self._logits) if self._logits else empty
+        return Generation(
+            self.text, self.tokens, list(self.ask.prompt), self._reason, self.ask.sampler.seed, self._timings,
+            logits, self.draft, self.preemptions,
+        )  # fmt: skip
+
+    # --- for the scheduler
+
+    def begin(self) -> None:
+        """A slot has taken it."""
+        self.status = "running"
+        if self._started is None:
+            self._started = time.perf_counter()
+
+    def wait(self) -> None:
+        """Its slot is needed by an older one; what was generated is kept."""
+        self.status = "queued"
+        self.preemptions += 1
+
+    def take(self, row: npt.NDArray[np.float32]) -> int:
+        """Choose the token behind ``history`` from its logits, float32 [n_vocab]; the last one ends the request.
+
+        Raises ``ComputeError`` for logits that are not finite.
+        """
+        ask, position = self.ask, len(self.history)
+        choices = row
+        if ask.ignore_eos:
+            choices = row.copy()
+            choices[sorted(self._eos_ids)] = NEVER
+        token = ask.sampler.sample(choices, position, self.history)
+        if ask.return_logits:
+            self._logits.append(row.copy())
+        self.history.append(token)
+        self._book_time()
+        reason = self._reason_to_end(token, position)
+        if reason != "stop":
+            self._emit(self._decoder.push(token))
+        if reason is not None:
+            self._emit(self._decoder.flush())
+            self._reason = reason
+            if reason == "context":
+                self.fail(ContextSizeError("Context size has been exceeded."))
+            else:
+                self.status = "done"
+        return token
+
+    def fail(self, error: Exception) -> None:
+        """End it with an error."""
+        self.error = error
+        self.status = "failed"
+
+    def give_up(self) -> None:
+        """End it because nobody wants it any more."""
+        self.status = "cancelled"
+
+    def book_draft(self, generated: int, accepted: int) -> DraftStatistics:
+        """Count a verification; returns it."""
+        verified = DraftStatistics(1, generated, accepted)
+        self.draft += verified
+        return verified
+
+    def _reason_to_end(self, token: int, position: int) -> FinishReason | None:
+        if token in self._eos_ids and not self.ask.ignore_eos:
+            return "stop"
+        if self.ask.n_predict != -1 and len(self.history) - len(self.ask.prompt) >= self.ask.n_predict:
+            return "length"
+        return "context" if position >= self.ask.n_ctx else None
+
+    def _emit(self, piece: str) -> None:
+        if piece:
+            self._pieces.append(piece)
+            self._text.append(piece)
+
+    def _book_time(self) -> None:
+        now = time.perf_counter()
+        assert self._started is not None, "a request that never began"
+        if self._first_token is None:
+            self._first_token = now
+            self._timings = Timings(len(self.ask.prompt), now - self._started)
+            return
+        self._timings = replace(
+            self._timings,
+            predicted_tokens=len(self.history) - len(self.ask.prompt) - 1,
+            predicted_seconds=now - self._first_token,
+        )
