@@ -91,7 +91,7 @@ def _plan_table(memory: MemoryPlan) -> str:
     used = memory.settings
     facts = (
         f"memory plan: n_ctx {used.n_ctx}, n_batch {used.n_batch}, n_ubatch {used.n_ubatch}, "
-        f"cache {used.cache_type}, sequences {used.n_sequences}"
+        f"cache {used.cache_type_k}/{used.cache_type_v}, sequences {used.n_sequences}"
     )
     rows: list[tuple[str, ...]] = [
         (str(a.owner), a.name, str(a.buffers), f"{a.payload:,}", f"{a.off:,}", f"{a.guard:,}")

@@ -27,9 +27,9 @@ context_options = together(
            help="Most tokens of a decode (2048)."),
     option("-ub", "--ubatch-size", "n_ubatch", type=int, default=512, metavar="N", help="Most tokens of a pass (512)."),
     option("-ctk", "--cache-type-k", "cache_type_k", default="f16", metavar="TYPE",
-           help="Keys in the cache: f16, f32."),
+           help="Keys in the cache: f32, f16, bf16 or q8_0 (f16)."),
     option("-ctv", "--cache-type-v", "cache_type_v", default="f16", metavar="TYPE",
-           help="Values in the cache: f16, f32."),
+           help="Values in the cache, as of keys (f16)."),
 )  # fmt: skip
 
 device_options = together(

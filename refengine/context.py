@@ -85,7 +85,7 @@ class Context:
                 weights,
                 dict(zip(plan.attention_layers, self.cache.layers, strict=True)),
                 self.states.layers if self.states is not None else {},
-                self.settings.cache_type,
+                (self.settings.cache_type_k, self.settings.cache_type_v),
                 rotary,
                 {**self.kept, **(lent or {})},
             )

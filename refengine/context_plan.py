@@ -11,7 +11,8 @@ from instrumentation.reservation import BufferRequest
 from refengine.architectures import BUILDERS, DRAFT_BUILDERS
 from refengine.batch import MicroBatchLimits
 from refengine.graph import BatchShape, ContextShape
-from refengine.kernels.attention import PAGE, SPAN
+from refengine.kernels.attention import SPAN
+from refengine.kernels.kv_types import PAGE
 from refengine.memory.kv_cache import CacheShape
 from refengine.memory.recurrent_state import RecurrentShape
 from refengine.planner import plan
@@ -19,7 +20,7 @@ from refengine.planner import plan
 if TYPE_CHECKING:
     from refengine.config import ModelConfig
     from refengine.graph import Graph
-    from refengine.kernels.attention import CacheType
+    from refengine.kernels.kv_types import CacheType
 
 Role = Literal["target", "draft"]
 #: rows of logits that one micro-batch can give: a vocabulary of 250,000 makes each a megabyte
@@ -36,7 +37,8 @@ class ContextSettings:
     n_batch: int
     n_ubatch: int
     n_sequences: int
-    cache_type: CacheType
+    cache_type_k: CacheType
+    cache_type_v: CacheType
     capture: bool
     #: positions of all sequences together; ``n_ctx`` unless given
     n_cells: int = 0
@@ -49,8 +51,7 @@ class ContextSettings:
 
     def __post_init__(self) -> None:
         assert min(self.n_ctx, self.n_batch, self.n_ubatch, self.n_sequences) >= 1, self
-        assert 0 <= self.n_rs_seq < min(self.n_ubatch, MAX_OUTPUTS), self
-        assert self.n_cells >= 0, self
+        assert min(self.n_rs_seq, self.n_cells) >= 0, self
 
     @property
     def n_pages(self) -> int:
@@ -65,7 +66,8 @@ class ContextSettings:
     @property
     def limits(self) -> MicroBatchLimits:
         """What one pass takes."""
-        return MicroBatchLimits(self.n_ubatch, MAX_OUTPUTS, self.n_rs_seq + 1)
+        keep_tail = min(self.n_rs_seq + 1, self.n_ubatch, MAX_OUTPUTS)
+        return MicroBatchLimits(self.n_ubatch, MAX_OUTPUTS, keep_tail)
 
     @property
     def worst_shapes(self) -> list[BatchShape]:
@@ -116,7 +118,8 @@ class ContextPlan:
             head_dim=config.head_dim,
             n_ctx=settings.n_pages * PAGE,
             n_sequences=settings.n_sequences,
-            type=settings.cache_type,
+            type_k=settings.cache_type_k,
+            type_v=settings.cache_type_v,
         )
 
     @property

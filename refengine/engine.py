@@ -381,9 +381,7 @@ class Engine:
                 return
             self._closed = True
             with interrupts.deferred():
-                self.scheduler.fail_all(
-                    RequestError("the engine is closed; load the model again")
-                )
+                self.scheduler.fail_all(RequestError("the engine is closed; load the model again"))
                 self._undo.close()
             leaks = self._log.of("MEM006")
         if leaks and self.level > Level.OFF:

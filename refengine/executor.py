@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from instrumentation.reservation import ReservationError
     from instrumentation.view import View
     from refengine.graph import BatchShape, Graph, Node
-    from refengine.kernels.attention import CacheType
+    from refengine.kernels.kv_types import CacheType
     from refengine.weights import Weights
 
 #: batch shapes whose captured launches are kept
@@ -41,7 +41,8 @@ class Operations:
     caches: Mapping[int, tuple[View, View]]
     #: convolution history and matrices by layer
     recurrent: Mapping[int, tuple[View, View]]
-    cache_type: CacheType
+    #: element types of keys and of values
+    cache_types: tuple[CacheType, CacheType]
     rotary: tuple[View, View]
     #: persistent buffers by the name that nodes have for them, such as ``hidden`` [n_hidden, n_embd]
     buffers: Mapping[str, View] = field(default_factory=dict)
@@ -60,7 +61,7 @@ class Operations:
             settings=node.settings,
             cache=self.caches.get(layer),
             recurrent=self.recurrent.get(layer),
-            cache_type=self.cache_type,
+            cache_types=self.cache_types,
             rotary=self.rotary,
             buffers={role: self.buffers[name] for role, name in node.buffers.items()},
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from refengine.kernels import elementwise, experts, gates, hidden
-from refengine.kernels.attention import CacheType, attention, attention_merge, store_kv
+from refengine.kernels.attention import attention, attention_merge, store_kv
 from refengine.kernels.elementwise import SPAN
 from refengine.kernels.gated_delta import columns_per_block, gated_delta
 from refengine.kernels.mul_mat import TILE, get_rows, mul_mat
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from instrumentation.kernel import Kernel
     from instrumentation.view import View
     from refengine.graph import Setting
+    from refengine.kernels.kv_types import CacheType
     from refengine.weights import Matrix
 
 
@@ -38,7 +39,8 @@ class Operands:
     cache: tuple[View, View] | None
     #: convolution history and matrices of the node's layer
     recurrent: tuple[View, View] | None
-    cache_type: CacheType
+    #: element types of keys and of values
+    cache_types: tuple[CacheType, CacheType]
     #: cosine and sine tables
     rotary: tuple[View, View]
     #: persistent buffers of the context, rows of one width
@@ -113,7 +115,7 @@ def _store_kv(o: Operands) -> Call:
     arguments: dict[str, Argument] = {
         "k": k, "v": v, "cell": o.tensors["cell"], "k_cache": k_cache, "v_cache": v_cache,
     }  # fmt: skip
-    return Call(store_kv(o.cache_type), (n_head_kv, k.shape[0]), arguments)
+    return Call(store_kv(*o.cache_types), (n_head_kv, k.shape[0]), arguments)
 
 
 def _attention(o: Operands) -> Call:
@@ -126,7 +128,7 @@ def _attention(o: Operands) -> Call:
         "sequence": o.tensors["sequence"], "position": o.tensors["position"], "partial": o.y,
         "scale": float(o.settings["scale"]),
     }  # fmt: skip
-    return Call(attention(o.cache_type, q.shape[2]), (n_head, n_tokens, n_spans), arguments)
+    return Call(attention(*o.cache_types, q.shape[2]), (n_head, n_tokens, n_spans), arguments)
 
 
 def _attention_merge(o: Operands) -> Call:

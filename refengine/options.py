@@ -13,13 +13,12 @@ from refengine.architectures import DRAFT_BUILDERS
 from refengine.config import MAX_CONTEXT
 from refengine.context_plan import MAX_OUTPUTS, ContextPlan, ContextSettings
 from refengine.errors import UnsupportedModelError
-from refengine.kernels.attention import CACHE_DTYPES, PAGE
+from refengine.kernels.kv_types import PAGE, check_cache_type, check_head_dim
 from refengine.speculative import DraftSettings
 
 if TYPE_CHECKING:
     from instrumentation.devices.host import HostDevice
     from refengine.config import ModelConfig
-    from refengine.kernels.attention import CacheType
 
 _RANGES = {
     "n_ctx": (0, MAX_CONTEXT),
@@ -73,15 +72,8 @@ class EngineOptions:
         self._check_kinds()
         if self.device_memory_limit is not None:
             check_nbytes(self.device_memory_limit, "device_memory_limit")
-        if self.cache_type_k != self.cache_type_v:
-            raise BadInputError(
-                f"cache types {self.cache_type_k} and {self.cache_type_v}: different types for keys and values are "
-                "not built yet; give both the same"
-            )
-        if self.cache_type_k not in CACHE_DTYPES:
-            raise BadInputError(
-                f"cache type {self.cache_type_k!r} is unknown; use one of {', '.join(CACHE_DTYPES)}"
-            )
+        for name in ("cache_type_k", "cache_type_v"):
+            check_cache_type(name, getattr(self, name))
         if self.fast:
             raise BadInputError("fast=True is not built yet; leave it at its default")
         self._check_drafts()
@@ -134,13 +126,17 @@ class EngineOptions:
         if not self.kv_unified:
             n_ctx //= self.n_slots
             n_cells = self.n_slots * -(-n_ctx // PAGE) * PAGE
-        cache_type: CacheType = "f32" if self.cache_type_k == "f32" else "f16"
+        cache_type_k = check_cache_type("cache_type_k", self.cache_type_k)
+        cache_type_v = check_cache_type("cache_type_v", self.cache_type_v)
+        check_head_dim("cache_type_k", cache_type_k, config.head_dim)
+        check_head_dim("cache_type_v", cache_type_v, config.head_dim)
         return ContextSettings(
             n_ctx=n_ctx,
             n_batch=self.n_batch,
             n_ubatch=min(self.n_ubatch, self.n_batch),
             n_sequences=self.n_slots,
-            cache_type=cache_type,
+            cache_type_k=cache_type_k,
+            cache_type_v=cache_type_v,
             capture=self.cuda_graphs,
             n_cells=n_cells,
             n_rs_seq=self.n_draft if config.hybrid is not None else 0,

@@ -80,6 +80,8 @@ class Request:
         self._text: list[str] = []
         self._reason: FinishReason = "cancelled"
         self._timings = Timings()
+        #: prompt tokens that were decoded for it
+        self._read = len(ask.prompt)
         self._started: float | None = None
         self._first_token: float | None = None
 
@@ -144,11 +146,12 @@ class Request:
 
     # --- for the scheduler
 
-    def begin(self) -> None:
-        """A slot has taken it."""
+    def begin(self, reused: int) -> None:
+        """A slot has taken it that holds its first ``reused`` tokens already."""
         self.status = "running"
         if self._started is None:
             self._started = time.perf_counter()
+            self._read = len(self.ask.prompt) - reused
 
     def wait(self) -> None:
         """Its slot is needed by an older one; what was generated is kept."""
@@ -214,7 +217,7 @@ class Request:
         assert self._started is not None, "a request that never began"
         if self._first_token is None:
             self._first_token = now
-            self._timings = Timings(len(self.ask.prompt), now - self._started)
+            self._timings = Timings(self._read, now - self._started)
             return
         self._timings = replace(
             self._timings,

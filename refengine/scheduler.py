@@ -25,7 +25,7 @@ from refengine.batch import Batch
 from refengine.context import DecodeStatus
 from refengine.errors import ContextSizeError
 from refengine.generation import DraftStatistics
-from refengine.kernels.attention import PAGE
+from refengine.kernels.kv_types import PAGE
 from refengine.speculative import START, Feed
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class Scheduler:
         del slot.held[keep:]
         slot.request = request
         self.statistics.reused_tokens += keep
-        request.begin()
+        request.begin(keep)
 
     def _cut_back(self, slot: Slot, length: int) -> bool:
         """Let an idle slot hold its first ``length`` tokens alone; False when it cannot."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from instrumentation.errors import Error
 from instrumentation.faults import KINDS, FaultInjector, FaultKind, FaultPlan, Site
-from refengine.kernels.attention import PAGE
+from refengine.kernels.kv_types import PAGE
 from refengine.sweep_counting import Recorder, first_failure
 from refengine.sweep_script import Answer, Books, Script, Step, Workload
 

@@ -8,19 +8,28 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from instrumentation.kernel import Kernel
+    from refengine.kernels.kv_types import CacheType
 
 #: head sizes that the exhaustive list of kernels covers; attention is specialised per head size
 HEAD_DIMS = (16, 64, 80, 128, 256)
 #: the same for states of the delta rule, and for taps of the short convolution
 STATE_SIZES = (16, 64, 128)
 CONV_TAPS = (4,)
+#: the same for types of keys and of values: each type once as either
+CACHE_PAIRS: tuple[tuple[CacheType, CacheType], ...] = (
+    ("f32", "f32"),
+    ("f16", "f16"),
+    ("bf16", "q8_0"),
+    ("q8_0", "bf16"),
+)
 
 
 def all_kernels() -> Iterator[Kernel]:
     """Every kernel in every specialisation that models use, for tests that must leave none out."""
     from refengine.kernels import elementwise, experts, gates, hidden, norm, select  # noqa: PLC0415
-    from refengine.kernels.attention import CACHE_DTYPES, attention, attention_merge, store_kv  # noqa: PLC0415
+    from refengine.kernels.attention import attention, attention_merge, store_kv  # noqa: PLC0415
     from refengine.kernels.gated_delta import gated_delta  # noqa: PLC0415
+    from refengine.kernels.kv_types import KV_TYPES  # noqa: PLC0415
     from refengine.kernels.mul_mat import TILE, get_rows, mul_mat  # noqa: PLC0415
     from refengine.kernels.quants import FORMATS  # noqa: PLC0415
     from refengine.kernels.rope import rope  # noqa: PLC0415
@@ -37,7 +46,8 @@ def all_kernels() -> Iterator[Kernel]:
         yield get_rows(quantisation)
         yield experts.mul_mat_experts(quantisation)
         yield from (mul_mat(quantisation, tile) for tile in (1, TILE))
-    for cache_type in CACHE_DTYPES:
-        yield store_kv(cache_type)
-        yield from (attention(cache_type, head_dim) for head_dim in HEAD_DIMS)
+    for type_k, type_v in CACHE_PAIRS:
+        yield store_kv(type_k, type_v)
+        fits = [n for n in HEAD_DIMS if KV_TYPES[type_k].fits(n) and KV_TYPES[type_v].fits(n)]
+        yield from (attention(type_k, type_v, head_dim) for head_dim in fits)
     yield from (attention_merge(head_dim) for head_dim in HEAD_DIMS)

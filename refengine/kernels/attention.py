@@ -1,60 +1,47 @@
 """Causal grouped-query attention over a paged KV cache, and the store into it.
 
-The cache holds pages of ``PAGE`` positions: keys as [n_pages, n_head_kv, head_dim, PAGE], so that the lanes of a warp
-take one position each and read side by side, values as [n_pages, n_head_kv, PAGE, head_dim]. A sequence's pages are
-named by a table in position order. Attention runs in two stages: each span of ``SPAN`` positions, counted from position
-0, is attended to on its own with a running maximum (Milakov and Gimelshein 2018), then the spans are merged in order.
-So a row's bits depend on neither the batch, nor the cache's length, nor where its pages lie, and a long context
-keeps a GPU as busy as a large batch. The partial results grow with the cached length:
-[n_tokens, n_head, n_spans, head_dim + 2].
+The cache holds pages of ``PAGE`` positions, keys and values each in an element type of its own: ``kv_types`` says how
+they lie. A sequence's pages are named by a table in position order. Attention runs in two stages: each span of
+``SPAN`` positions, counted from position 0, is attended to on its own with a running maximum (Milakov and Gimelshein
+2018), then the spans are merged in order. So a row's bits depend on neither the batch, nor the cache's length, nor
+where its pages lie, and a long context keeps a GPU as busy as a large batch. The partial results grow with the cached
+length: [n_tokens, n_head, n_spans, head_dim + 2].
 """
 
 # No "from __future__ import annotations": a kernel's annotations name types that its factory chose.
 import functools
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from numba import cuda, float32
 
-from instrumentation.kernel import Kernel, device_function, kernel
-from instrumentation.kernel.intrinsics import f16_to_f32, f32_to_f16
-from instrumentation.kernel.types import f32, f32_3d, f32_4d, i32_1d, i32_2d, u16_4d
+from instrumentation.kernel import Kernel, kernel
+from instrumentation.kernel.types import f32, f32_3d, f32_4d, i32_1d, i32_2d
+from refengine.kernels.kv_types import KV_TYPES, PAGE, SCALE_BYTES, CacheType
 from refengine.kernels.numerics import INFINITY, exp_f32, warp_max, warp_sum
 
-PAGE = 32
 #: positions that one block of the first stage attends to
 SPAN = 256
 _SPAN_PAGES = SPAN // PAGE
 #: head sizes are a multiple of this: a score is the sum of four running sums
 HEAD_DIM_UNIT = 4
-CacheType = Literal["f32", "f16"]
-
-
-@device_function
-def _same(x: Any) -> Any:
-    return x
-
-
-_ELEMENTS = {"f32": (f32_4d, _same, _same), "f16": (u16_4d, f16_to_f32, f32_to_f16)}
-#: NumPy type of a cache's elements
-CACHE_DTYPES: dict[CacheType, np.dtype[np.generic]] = {
-    "f32": np.dtype(np.float32),
-    "f16": np.dtype(np.uint16),
-}
 
 
 @functools.cache
-def store_kv(cache_type: CacheType) -> Kernel:
+def store_kv(type_k: CacheType, type_v: CacheType) -> Kernel:
     """Kernel that writes new keys and values into their cells. Grid: (n_head_kv, n_tokens)."""
-    encode: Any = _ELEMENTS[cache_type][2]
+    kind_k, kind_v = KV_TYPES[type_k], KV_TYPES[type_v]
+    measure_k, encode_k, store_scale_k = kind_k.measure, kind_k.encode, kind_k.store_scale
+    measure_v, encode_v, store_scale_v = kind_v.measure, kind_v.encode, kind_v.store_scale
     if TYPE_CHECKING:
-        Cache: TypeAlias = f32_4d
+        Keys: TypeAlias = f32_4d
+        Values: TypeAlias = f32_4d
     else:
-        Cache = _ELEMENTS[cache_type][0]  # noqa: N806 - a type
+        Keys, Values = kind_k.array, kind_v.array  # noqa: N806 - types
 
     @kernel(block=32, strict=True)
-    def store_kv(k: f32_3d, v: f32_3d, cell: i32_1d, k_cache: Cache, v_cache: Cache) -> None:
+    def store_kv(k: f32_3d, v: f32_3d, cell: i32_1d, k_cache: Keys, v_cache: Values) -> None:
         """k, v [n_tokens, n_head_kv, head_dim]; cell [n_tokens] = page * PAGE + position % PAGE."""
         lane = cuda.threadIdx.x
         head = cuda.blockIdx.x
@@ -64,32 +51,44 @@ def store_kv(cache_type: CacheType) -> Kernel:
         n_dim = k.shape[2]
         for b in range((n_dim + 31) // 32):
             i = b * 32 + lane
+            inside = min(i, n_dim - 1)
+            scale_k = measure_k(k[token, head, inside])
+            scale_v = measure_v(v[token, head, inside])
             if i < n_dim:
-                k_cache[page, head, i, slot] = encode(k[token, head, i])
-                v_cache[page, head, slot, i] = encode(v[token, head, i])
+                k_cache[page, head, i, slot] = encode_k(k[token, head, i], scale_k)
+                v_cache[page, head, slot, i] = encode_v(v[token, head, i], scale_v)
+            if lane == 0:
+                store_scale_k(k_cache, page, head, n_dim + b * SCALE_BYTES, slot, 1, 0, scale_k)
+                store_scale_v(v_cache, page, head, slot, n_dim + b * SCALE_BYTES, 0, 1, scale_v)
 
-    store_kv.name = f"store_kv_{cache_type}"
+    store_kv.name = f"store_kv_{type_k}_{type_v}"
     return store_kv
 
 
 @functools.cache
-def attention(cache_type: CacheType, head_dim: int) -> Kernel:
-    """First stage, for one element type and head size (a multiple of 4). Grid: (n_head, n_tokens, n_spans)."""
+def attention(type_k: CacheType, type_v: CacheType, head_dim: int) -> Kernel:  # noqa: C901 - as the kernel in it
+    """First stage, for element types and a head size (a multiple of 4). Grid: (n_head, n_tokens, n_spans)."""
     assert head_dim >= HEAD_DIM_UNIT, head_dim
     assert head_dim % HEAD_DIM_UNIT == 0, head_dim
-    decode: Any = _ELEMENTS[cache_type][1]
+    kind_k, kind_v = KV_TYPES[type_k], KV_TYPES[type_v]
+    assert kind_k.fits(head_dim), (type_k, head_dim)
+    assert kind_v.fits(head_dim), (type_v, head_dim)
+    decode_k, load_scale_k, block_k = kind_k.decode, kind_k.load_scale, kind_k.scale_block(head_dim)
+    decode_v, load_scale_v = kind_v.decode, kind_v.load_scale
     if TYPE_CHECKING:
-        Cache: TypeAlias = f32_4d
+        Keys: TypeAlias = f32_4d
+        Values: TypeAlias = f32_4d
     else:
-        Cache = _ELEMENTS[cache_type][0]  # noqa: N806 - a type
+        Keys, Values = kind_k.array, kind_v.array  # noqa: N806 - types
+    quarters = tuple(range(HEAD_DIM_UNIT))
     columns = tuple(range((head_dim + 31) // 32))
     n_columns = len(columns)
 
     @kernel(block=32, strict=True)
-    def attention(
+    def attention(  # noqa: C901 - stages of one pass, which no function can take out: barriers stand between
         q: f32_3d,
-        k_cache: Cache,
-        v_cache: Cache,
+        k_cache: Keys,
+        v_cache: Values,
         pages: i32_2d,
         sequence: i32_1d,
         position: i32_1d,
@@ -109,6 +108,7 @@ def attention(cache_type: CacheType, head_dim: int) -> Kernel:
         row = sequence[token]
         n_positions = position[token] + 1
         weights = cuda.shared.array(PAGE, float32)
+        scores = cuda.local.array(HEAD_DIM_UNIT, float32)
         sums = cuda.local.array(n_columns, float32)
         for c in columns:
             sums[c] = float32(0.0)
@@ -117,18 +117,17 @@ def attention(cache_type: CacheType, head_dim: int) -> Kernel:
         first_page = span * _SPAN_PAGES
         for number in range(first_page, min(first_page + _SPAN_PAGES, (n_positions + PAGE - 1) // PAGE)):
             page = pages[row, number]
-            s0 = float32(0.0)
-            s1 = float32(0.0)
-            s2 = float32(0.0)
-            s3 = float32(0.0)
-            for d in range(head_dim // 4):
-                s0 = cuda.fma(q[token, head, 4 * d], decode(k_cache[page, kv_head, 4 * d, lane]), s0)
-                s1 = cuda.fma(q[token, head, 4 * d + 1], decode(k_cache[page, kv_head, 4 * d + 1, lane]), s1)
-                s2 = cuda.fma(q[token, head, 4 * d + 2], decode(k_cache[page, kv_head, 4 * d + 2, lane]), s2)
-                s3 = cuda.fma(q[token, head, 4 * d + 3], decode(k_cache[page, kv_head, 4 * d + 3, lane]), s3)
+            for n in quarters:
+                scores[n] = float32(0.0)
+            for b in range(head_dim // block_k):
+                scale_k = load_scale_k(k_cache, page, kv_head, head_dim + b * SCALE_BYTES, lane, 1, 0)
+                for d in range(b * block_k, (b + 1) * block_k, HEAD_DIM_UNIT):
+                    for n in quarters:
+                        key = decode_k(k_cache[page, kv_head, d + n, lane], scale_k)
+                        scores[n] = cuda.fma(q[token, head, d + n], key, scores[n])
             visible = number * PAGE + lane < n_positions
             # A cell behind the position may hold anything, NaN too: select, never multiply by zero.
-            score = (s0 + s1) + (s2 + s3) if visible else float32(-INFINITY)
+            score = (scores[0] + scores[1]) + (scores[2] + scores[3]) if visible else float32(-INFINITY)
             new_largest = max(largest, warp_max(score))
             # Scaled after the difference: score * scale - largest could be contracted to one rounding.
             w = exp_f32((score - new_largest) * scale) if visible else float32(0.0)
@@ -141,9 +140,13 @@ def attention(cache_type: CacheType, head_dim: int) -> Kernel:
                 sums[c] = sums[c] * rescale
             for j in range(min(PAGE, n_positions - number * PAGE)):
                 for c in columns:
+                    # A column of lanes is a block: all its elements have one scale.
+                    scale_v = load_scale_v(v_cache, page, kv_head, j, head_dim + c * SCALE_BYTES, 0, 1)
                     i = c * 32 + lane
                     if i < head_dim:
-                        sums[c] = cuda.fma(weights[j], decode(v_cache[page, kv_head, j, i]), sums[c])
+                        sums[c] = cuda.fma(
+                            weights[j], decode_v(v_cache[page, kv_head, j, i], scale_v), sums[c]
+                        )
             cuda.syncthreads()
         if span * SPAN < n_positions:
             for c in columns:
@@ -154,7 +157,7 @@ def attention(cache_type: CacheType, head_dim: int) -> Kernel:
                 partial[token, head, span, head_dim] = largest
                 partial[token, head, span, head_dim + 1] = denominator
 
-    attention.name = f"attention_{cache_type}_{head_dim}"
+    attention.name = f"attention_{type_k}_{type_v}_{head_dim}"
     return attention
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from instrumentation.reservation import BufferRequest
-from refengine.kernels.attention import CACHE_DTYPES, PAGE, CacheType
+from refengine.kernels.kv_types import KV_TYPES, PAGE, CacheType
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -36,27 +36,26 @@ class CacheShape:
     head_dim: int
     n_ctx: int
     n_sequences: int
-    type: CacheType
+    type_k: CacheType
+    type_v: CacheType
 
     def __post_init__(self) -> None:
         assert min(self.n_layer, self.n_head_kv, self.head_dim, self.n_ctx, self.n_sequences) >= 1, self
+        for name in (self.type_k, self.type_v):
+            assert KV_TYPES[name].fits(self.head_dim), self
 
     @property
     def n_pages(self) -> int:
         """Pages of the whole cache."""
         return -(-self.n_ctx // PAGE)
 
-    @property
-    def layer_nbytes(self) -> int:
-        """Bytes of one layer's keys, and of its values."""
-        return self.n_pages * self.n_head_kv * self.head_dim * PAGE * int(CACHE_DTYPES[self.type].itemsize)
-
     def requests(self, owner: Owner) -> list[BufferRequest]:
         """Buffers of the cache: keys and values of each layer."""
+        extents = (self.n_pages, self.n_head_kv, self.head_dim)
         return [
-            BufferRequest(nbytes=self.layer_nbytes, owner=owner, name=f"kv.{part}.{layer}")
+            BufferRequest(nbytes=KV_TYPES[name].nbytes(*extents), owner=owner, name=f"kv.{part}.{layer}")
             for layer in range(self.n_layer)
-            for part in ("k", "v")
+            for part, name in (("k", self.type_k), ("v", self.type_v))
         ]
 
 
@@ -79,11 +78,10 @@ class KVCache:
         except BaseException:
             self.arena.release()
             raise
-        dtype = CACHE_DTYPES[shape.type]
-        keys = (shape.n_pages, shape.n_head_kv, shape.head_dim, PAGE)
-        values = (shape.n_pages, shape.n_head_kv, PAGE, shape.head_dim)
+        key, value = KV_TYPES[shape.type_k], KV_TYPES[shape.type_v]
+        extents = (shape.n_pages, shape.n_head_kv, shape.head_dim)
         self.layers: list[tuple[View, View]] = [
-            (k.view(dtype, keys), v.view(dtype, values))
+            (k.view(key.dtype, key.keys(*extents)), v.view(value.dtype, value.values(*extents)))
             for k, v in zip(self.buffers[::2], self.buffers[1::2], strict=True)
         ]
         self._free = list(range(shape.n_pages - 1, -1, -1))

@@ -9,6 +9,7 @@ import pytest
 
 import refengine
 from instrumentation.ownership import Owner
+from refengine.context import Context
 from refengine.engine import Engine
 from refengine.weights import Weights
 
@@ -179,7 +180,8 @@ def test_a_leak_is_a_finding_too(generate, loaded, level):
         (["-p", "a", "-c", "99999"], 2, "n_ctx is 99999"),
         (["-p", "a", "-b", "0"], 2, "n_batch is 0"),
         (["-p", "a", "-ub", "0"], 2, "n_ubatch is 0"),
-        (["-p", "a", "-ctk", "q8_0", "-ctv", "q8_0"], 2, "cache type 'q8_0'"),
+        (["-p", "a", "-ctk", "q4"], 2, "cache_type_k 'q4' is unknown; use one of f32, f16, bf16, q8_0"),
+        (["-p", "a", "-ctv", "q8_0"], 2, "cache_type_v q8_0: rows are stored in blocks of 32"),
         (["-p", "a", "-t", "0"], 2, "threads is 0"),
         (["-p", "a", "-dev", "tpu"], 2, "'tpu'"),
         (["-p", "a", "--check", "most"], 2, "check level 'most'"),
@@ -243,16 +245,16 @@ def test_a_context_that_fills_up_ends_the_request_after_its_text(generate, engin
 )
 @pytest.mark.parametrize("level", ["off", "guard"])
 def test_whatever_happens_the_memory_is_given_back(generate, loaded, monkeypatch, error, code, level):
-    decode = Engine._decode
+    decode = Context.decode
     calls = []
 
     def fails_later(self, batch):
         calls.append(batch)
         if len(calls) == 4:
             raise error
-        decode(self, batch)
+        return decode(self, batch)
 
-    monkeypatch.setattr(Engine, "_decode", fails_later)
+    monkeypatch.setattr(Context, "decode", fails_later)
     result = generate("-p", "the", "-n", "9", "--ignore-eos", "-q", "--check", level)
     assert result.exit_code == code
     assert len(calls) == 4

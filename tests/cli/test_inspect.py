@@ -38,7 +38,9 @@ def plan_of(path, **options):
     ("model", "options"),
     [(name, {"n_ctx": 300}) for name in (*MODELS, *HYBRIDS)]
     + [
-        ("llama", {"n_ctx": 64, "cache_type_k": "f32", "cache_type_v": "f32"}),
+        ("llama", {"n_ctx": 64, "cache_type_k": "f32", "cache_type_v": "bf16"}),
+        ("llama-Q4_K_M", {"n_ctx": 64, "cache_type_k": "q8_0", "cache_type_v": "f16"}),
+        ("qwen35-Q4_K_M", {"n_ctx": 64, "cache_type_k": "f16", "cache_type_v": "q8_0"}),
         ("llama", {"n_ctx": 33, "n_batch": 7, "n_ubatch": 5}),
         ("llama", {"n_ctx": 1, "n_batch": 1, "n_ubatch": 1}),
         ("qwen3", {"n_ctx": 500, "n_ubatch": 40}),

@@ -14,7 +14,7 @@ from instrumentation.levels import Level
 from refengine.batch import Batch
 from refengine.context import Context, DecodeStatus
 from refengine.context_plan import MAX_OUTPUTS
-from refengine.kernels.attention import PAGE
+from refengine.kernels.kv_types import PAGE
 
 N_VOCAB = 320
 N_PROMPT = 40
@@ -25,7 +25,7 @@ PROMPTS = np.random.default_rng(7).integers(0, N_VOCAB, (3, N_PROMPT)).astype(np
 def reference(model: str, cache_type: str) -> list[Array]:
     """Logits of each prompt, decoded alone in one batch on one thread, nothing checked."""
     with world(model, Level.OFF, threads=1) as alone:
-        context = alone.context(n_ctx=64, cache_type=cache_type)
+        context = alone.context(n_ctx=64, cache_type_k=cache_type, cache_type_v=cache_type)
         rows = []
         for prompt in PROMPTS:
             rows.append(decode(context, prompt))
@@ -103,7 +103,13 @@ def test_a_row_has_the_same_bits_in_every_batch(
     wanted = reference(model, cache_type)
     rng = np.random.default_rng(seed)
     context = made.context(
-        n_ctx=n_ctx, n_sequences=3, n_batch=64, n_ubatch=n_ubatch, cache_type=cache_type, capture=capture
+        n_ctx=n_ctx,
+        n_sequences=3,
+        n_batch=64,
+        n_ubatch=n_ubatch,
+        cache_type_k=cache_type,
+        cache_type_v=cache_type,
+        capture=capture,
     )
     held = [0, 0, 0]
     for step in steps:

@@ -11,14 +11,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from instrumentation.errors import OutOfMemoryError
 from instrumentation.levels import Level
-from refengine.kernels.attention import PAGE
+from refengine.kernels.kv_types import PAGE
 from refengine.memory.kv_cache import CacheShape, KVCache
 
 SEQUENCES = 3
 
 
-def cache_shape(n_ctx: int, cache_type: str = "f32") -> CacheShape:
-    return CacheShape(n_layer=2, n_head_kv=2, head_dim=8, n_ctx=n_ctx, n_sequences=SEQUENCES, type=cache_type)
+def cache_shape(n_ctx: int, type_k: str = "f32", type_v: str = "f32", head_dim: int = 8) -> CacheShape:
+    sizes = {"n_layer": 2, "n_head_kv": 2, "head_dim": head_dim, "n_ctx": n_ctx, "n_sequences": SEQUENCES}
+    return CacheShape(**sizes, type_k=type_k, type_v=type_v)
 
 
 @contextmanager
@@ -135,21 +136,20 @@ def test_damaged_books_do_not_pass(damage: str):
             books.check_integrity()
 
 
-@pytest.mark.parametrize("cache_type", ["f32", "f16"])
+@pytest.mark.parametrize("types", [("f32", "f16"), ("bf16", "q8_0"), ("q8_0", "f32")], ids="-".join)
 @pytest.mark.parametrize("n_ctx", [1, 32, 33])
-def test_views_fill_their_buffers(cache_type: str, n_ctx: int):
-    shape = cache_shape(n_ctx, cache_type)
+def test_views_fill_their_buffers(types: tuple[str, str], n_ctx: int):
+    shape = cache_shape(n_ctx, *types, head_dim=64)
     bench = Bench()
     books = KVCache(bench.allocator, shape, TARGET)
     assert len(books.layers) == 2
-    itemsize = 4 if cache_type == "f32" else 2
+    # Bytes of a head's elements at one position: 64 codes and two scales of two bytes for q8_0.
+    row = {"f32": 256, "f16": 128, "bf16": 128, "q8_0": 68}
     for buffers, views in zip(
         zip(books.buffers[::2], books.buffers[1::2], strict=True), books.layers, strict=True
     ):
-        for buffer, view in zip(buffers, views, strict=True):
-            assert (
-                view.nbytes == buffer.nbytes == shape.layer_nbytes == shape.n_pages * PAGE * 2 * 8 * itemsize
-            )
+        for buffer, view, name in zip(buffers, views, types, strict=True):
+            assert view.nbytes == buffer.nbytes == shape.n_pages * PAGE * 2 * row[name]
     assert [buffer.name for buffer in books.buffers] == ["kv.k.0", "kv.v.0", "kv.k.1", "kv.v.1"]
     books.release()
     assert bench.allocator.close() == []
@@ -167,6 +167,12 @@ def test_a_failed_reservation_leaves_nothing(nth: int):
 
 @pytest.mark.parametrize("name", ["n_layer", "n_head_kv", "head_dim", "n_ctx", "n_sequences"])
 def test_an_empty_shape_is_no_shape(name: str):
-    values = {"n_layer": 1, "n_head_kv": 1, "head_dim": 4, "n_ctx": 1, "n_sequences": 1, "type": "f32"}
+    values = {"n_layer": 1, "n_head_kv": 1, "head_dim": 4, "n_ctx": 1, "n_sequences": 1}
     with pytest.raises(AssertionError):
-        CacheShape(**(values | {name: 0}))
+        CacheShape(**(values | {name: 0}), type_k="f32", type_v="f32")
+
+
+@pytest.mark.parametrize("types", [("q8_0", "f32"), ("f32", "q8_0")], ids="-".join)
+def test_a_shape_has_whole_blocks(types: tuple[str, str]):
+    with pytest.raises(AssertionError):
+        cache_shape(32, *types, head_dim=48)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from instrumentation.levels import Level
-from refengine.kernels.attention import PAGE
+from refengine.kernels.kv_types import PAGE
 from refengine.memory.kv_cache import CacheShape, KVCache
 
 SEQUENCES = 3
@@ -21,7 +21,13 @@ class Sharing(RuleBasedStateMachine):
     def begin(self, n_pages: int) -> None:
         self.bench = Bench(Level.OFF)
         shape = CacheShape(
-            n_layer=1, n_head_kv=1, head_dim=4, n_ctx=n_pages * PAGE, n_sequences=SEQUENCES, type="f32"
+            n_layer=1,
+            n_head_kv=1,
+            head_dim=4,
+            n_ctx=n_pages * PAGE,
+            n_sequences=SEQUENCES,
+            type_k="f32",
+            type_v="f32",
         )
         self.cache = KVCache(self.bench.allocator, shape, TARGET)
         self.memory = np.full((n_pages, PAGE), -1)
@@ -99,7 +105,8 @@ TestSharing.settings = settings(max_examples=60, stateful_step_count=25, deadlin
 @pytest.fixture
 def books():
     bench = Bench(Level.OFF)
-    shape = CacheShape(n_layer=2, n_head_kv=1, head_dim=4, n_ctx=4 * PAGE, n_sequences=SEQUENCES, type="f32")
+    sizes = {"n_layer": 2, "n_head_kv": 1, "head_dim": 4, "n_ctx": 4 * PAGE, "n_sequences": SEQUENCES}
+    shape = CacheShape(**sizes, type_k="f32", type_v="f32")
     made = KVCache(bench.allocator, shape, TARGET)
     yield made
     made.release()

@@ -33,8 +33,8 @@ def test_sizes_are_whole_numbers_in_range(name, value):
         ({"check": "loud"}, "check level 'loud' is unknown; use one of off, guard, audit, trap"),
         ({"check": None}, "check level None is unknown"),
         ({"check": "trap"}, "check level trap is not built yet; use off or guard"),
-        ({"cache_type_k": "q3", "cache_type_v": "q3"}, "cache type 'q3' is unknown; use one of f32, f16"),
-        ({"cache_type_k": "f32"}, "cache types f32 and f16: different types"),
+        ({"cache_type_k": "q3"}, "cache_type_k 'q3' is unknown; use one of f32, f16, bf16, q8_0"),
+        ({"cache_type_v": "q3"}, "cache_type_v 'q3' is unknown; use one of f32, f16, bf16, q8_0"),
         ({"cache_type_k": ["f16"]}, r"cache_type_k is \['f16'\]; give text"),
         ({"device": None}, "device is None; give text"),
         ({"device_memory_limit": 0}, "device_memory_limit asks for 0 bytes; give a whole number above 0"),
@@ -95,7 +95,15 @@ def test_a_micro_batch_is_no_larger_than_a_batch(config, n_batch: int, n_ubatch:
     assert 1 <= worst.n_outputs <= worst.n_tokens <= settings.n_ubatch
 
 
-@pytest.mark.parametrize("cache_type", ["f32", "f16"])
-def test_the_cache_type_reaches_the_context(config, cache_type):
-    options = EngineOptions(cache_type_k=cache_type, cache_type_v=cache_type)
-    assert options.context_settings(config).cache_type == cache_type
+@pytest.mark.parametrize(("type_k", "type_v"), [("f32", "f16"), ("f16", "bf16"), ("bf16", "f32")])
+def test_cache_types_reach_the_context(config, type_k, type_v):
+    settings = EngineOptions(cache_type_k=type_k, cache_type_v=type_v).context_settings(config)
+    assert (settings.cache_type_k, settings.cache_type_v) == (type_k, type_v)
+
+
+@pytest.mark.parametrize("option", ["cache_type_k", "cache_type_v"])
+def test_a_cache_type_that_the_models_heads_do_not_fit_is_refused(config, option):
+    with pytest.raises(
+        BadInputError, match=f"^{option} q8_0: .*this model's heads have 16 elements; use one"
+    ):
+        EngineOptions(**{option: "q8_0"}).context_settings(config)

@@ -33,7 +33,8 @@ def context_settings(**changes) -> ContextSettings:
         "n_batch": 128,
         "n_ubatch": 80,
         "n_sequences": 1,
-        "cache_type": "f32",
+        "cache_type_k": "f32",
+        "cache_type_v": "f32",
         "capture": True,
     }
     return ContextSettings(**(defaults | changes))

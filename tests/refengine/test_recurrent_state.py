@@ -1,19 +1,18 @@
-"""The recurrent state's books against a plain model, its memory, and rollbacks with the kernels that write it."""
+"""The recurrent state's books against a plain model, and its memory."""
 
+import copy
+from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from engines import TARGET, Array, Bench, FailNth, same_bits
-from hypothesis import given, settings
+from engines import TARGET, Bench, FailNth
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from instrumentation.errors import OutOfMemoryError
 from instrumentation.levels import Level
-from refengine.kernels.gated_delta import columns_per_block, gated_delta
-from refengine.kernels.short_conv import short_conv
 from refengine.memory.recurrent_state import EMPTY, RecurrentShape, RecurrentState
 
 SEQUENCES = 3
@@ -35,6 +34,14 @@ def recurrent(n_rs_seq: int, **options):
     assert bench.allocator.close() == []
 
 
+def batches() -> st.SearchStrategy:
+    """Micro-batches of one batch: for each the rows of each sequence, in an order."""
+    micro = st.lists(st.tuples(st.integers(0, SEQUENCES - 1), st.integers(1, 7)), min_size=1, max_size=4).map(
+        lambda pairs: list(dict(pairs).items())
+    )
+    return st.lists(micro, min_size=1, max_size=4)
+
+
 class Books(RuleBasedStateMachine):
     """The model: the tokens that each sequence has seen, and what each plane was written from."""
 
@@ -42,47 +49,88 @@ class Books(RuleBasedStateMachine):
     def begin(self, n_rs_seq: int) -> None:
         self.bench = Bench(Level.OFF)
         self.state = RecurrentState(self.bench.allocator, shape(n_rs_seq), TARGET)
-        self.n_planes = n_rs_seq + 1
+        self.n_rs_seq = n_rs_seq
         self.next_token = 0
         self.tokens: list[list[int]] = [[] for _ in range(SEQUENCES)]
-        #: of each plane the tokens that its state has seen; None: never written
-        self.planes: list[list[list[int] | None]] = [[None] * self.n_planes for _ in range(SEQUENCES)]
+        #: how far back each sequence can go at least
+        self.reach = [0] * SEQUENCES
+        #: of each plane the tokens that its state has seen; None: never written, or half
+        self.planes: list[list[list[int] | None]] = [[None] * (n_rs_seq + 2) for _ in range(SEQUENCES)]
 
-    @rule(
-        counts=st.lists(st.tuples(st.integers(0, SEQUENCES - 1), st.integers(1, 7)), min_size=1, max_size=5)
-    )
-    def decode(self, counts: list[tuple[int, int]]) -> None:
-        batch = list(dict(counts).items())
-        sequence = np.array([s for s, n in batch for _ in range(n)], np.int32)
+    def micro_batch(self, parts: list[tuple[int, int]], tokens: dict[int, list[int]], *, fails: bool) -> None:
+        sequence = np.array([s for s, n in parts for _ in range(n)], np.int32)
         table = self.state.segments(sequence)
-        assert table.shape == (SEQUENCES, 4)
-        assert (table[len(batch) :, 1] == 0).all()
-        for (s, n), (first, n_rows, slot, source) in zip(batch, table.tolist(), strict=False):
+        assert table.shape == (SEQUENCES, 5 + self.n_rs_seq)
+        assert (table[len(parts) :, 1] == 0).all()
+        self.state.check_integrity()
+        for (s, n), (first, n_rows, slot, source, *targets) in zip(parts, table.tolist(), strict=False):
             assert (sequence[first : first + n_rows] == s).all()
             assert (n_rows, slot) == (n, s)
             # What the kernels read is exactly the sequence's history.
-            seen = [] if source == EMPTY else self.planes[s][source]
-            assert seen == self.tokens[s]
-            self.tokens[s] = self.tokens[s] + list(range(self.next_token, self.next_token + n))
+            assert tokens[s] == ([] if source == EMPTY else self.planes[s][source])
+            assert [plane != EMPTY for plane in targets] == [s < n for s in range(self.n_rs_seq + 1)]
+            tokens[s] = tokens[s] + list(range(self.next_token, self.next_token + n))
             self.next_token += n
-            for plane in range(min(n, self.n_planes)):
-                self.planes[s][plane] = self.tokens[s][: len(self.tokens[s]) - plane]
-            self.state.commit(s, n)
+            for back, plane in enumerate(targets[:n]):
+                self.planes[s][plane] = None if fails else tokens[s][: len(tokens[s]) - back]
+            if not fails:
+                self.state.advance(s, n)
+
+    @rule(batch=batches())
+    def decode(self, batch: list[list[tuple[int, int]]]) -> None:
+        running = {s: self.tokens[s] for parts in batch for s, _ in parts}
+        self.state.begin(running)
+        for parts in batch:
+            self.micro_batch(parts, running, fails=False)
+        self.state.end(running)
+        for s, tokens in running.items():
+            self.reach[s] = min(self.n_rs_seq, self.reach[s] + len(tokens) - len(self.tokens[s]))
+            self.tokens[s] = tokens
+
+    @rule(batch=batches(), tried=st.integers(0, 4))
+    def fail(self, batch: list[list[tuple[int, int]]], tried: int) -> None:
+        running = {s: self.tokens[s] for parts in batch for s, _ in parts}
+        self.state.begin(running)
+        ran = batch[:tried]
+        for parts in ran:
+            self.micro_batch(parts, running, fails=parts is ran[-1])
+        self.state.abort(running)
+        for s in running:
+            # The planes that were not taken still hold what they held.
+            n_rows = sum(n for parts in ran for t, n in parts if t == s)
+            self.reach[s] = min(self.reach[s], max(0, self.n_rs_seq + 1 - n_rows))
 
     @rule(sequence=st.integers(0, SEQUENCES - 1), n=st.integers(0, 6))
     def rollback(self, sequence: int, n: int) -> None:
-        before = self.state.segments(np.array([sequence], np.int32))
+        before = copy.deepcopy(self.state._sequences)
+        length = len(self.tokens[sequence])
         possible = self.state.can_roll_back(sequence, n)
+        if n <= self.reach[sequence] or n == length:
+            assert possible
+        elif n > self.n_rs_seq:
+            assert not possible
+        assert self.state._sequences == before
         assert self.state.rollback(sequence, n) == possible
         if possible:
-            del self.tokens[sequence][len(self.tokens[sequence]) - n :]
+            del self.tokens[sequence][length - n :]
+            self.reach[sequence] = max(0, self.reach[sequence] - n)
         else:
-            assert (self.state.segments(np.array([sequence], np.int32)) == before).all()
+            assert self.state._sequences == before
 
     @rule(sequence=st.integers(0, SEQUENCES - 1))
     def clear(self, sequence: int) -> None:
         self.state.clear(sequence)
-        self.tokens[sequence] = []
+        self.tokens[sequence], self.reach[sequence] = [], 0
+
+    @rule(pair=st.permutations(range(SEQUENCES)))
+    def copy(self, pair: list[int]) -> None:
+        source, target = pair[:2]
+        self.clear(target)
+        for from_slot, from_plane, to_slot, to_plane in self.state.copies(source, target):
+            assert (from_slot, to_slot) == (source, target)
+            self.planes[target][to_plane] = self.planes[source][from_plane]
+        self.state.assume(source, target)
+        self.tokens[target] = list(self.tokens[source])
 
     @invariant()
     def agrees(self) -> None:
@@ -90,6 +138,9 @@ class Books(RuleBasedStateMachine):
             return
         self.state.check_integrity()
         assert [self.state.length(s) for s in range(SEQUENCES)] == [len(t) for t in self.tokens]
+        for held, tokens, planes in zip(self.state._sequences, self.tokens, self.planes, strict=True):
+            for length, plane in held.planes.items():
+                assert planes[plane] == tokens[:length]
 
     def teardown(self) -> None:
         if hasattr(self, "state"):
@@ -101,45 +152,164 @@ TestBooks = Books.TestCase
 TestBooks.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
-@pytest.mark.parametrize(("n_rs_seq", "n_rows"), [(3, 1), (3, 2), (3, 3), (3, 4), (3, 9), (0, 5), (1, 2)])
-def test_rollback_reaches_what_the_last_batch_wrote_and_no_further(n_rs_seq: int, n_rows: int):
-    for n in range(8):
+def decoded(state: RecurrentState, sequence: int, *n_rows: int) -> None:
+    """The books of a batch with these micro-batches."""
+    state.begin([sequence])
+    for n in n_rows:
+        state.segments(np.full(n, sequence, np.int32))
+        state.advance(sequence, n)
+    state.end([sequence])
+
+
+@pytest.mark.parametrize("n_rs_seq", [0, 1, 3])
+@pytest.mark.parametrize("n_rows", [(1,), (2,), (3,), (4,), (9,), (1, 1), (2, 1, 1), (1, 6), (6, 1)], ids=str)
+def test_rollback_reaches_n_rs_seq_tokens_across_batches_and_no_further(n_rs_seq: int, n_rows: tuple):
+    for n in range(11):
         with recurrent(n_rs_seq) as state:
-            state.commit(1, 10)
-            state.commit(1, n_rows)
-            done = state.rollback(1, n)
-            assert done == (n < min(n_rows, n_rs_seq + 1))
-            assert state.length(1) == 10 + n_rows - n * done
+            for _ in range(10):
+                decoded(state, 1, 1)
+            decoded(state, 1, *n_rows)
+            before = copy.deepcopy(state._sequences)
+            assert state.can_roll_back(1, n) == (n <= n_rs_seq)
+            assert state.rollback(1, n) == (n <= n_rs_seq)
+            assert state.length(1) == 10 + sum(n_rows) - n * (n <= n_rs_seq)
+            if n == 0 or n > n_rs_seq:
+                assert state._sequences == before
 
 
-def test_a_second_rollback_needs_a_batch_between():
-    with recurrent(4) as state:
-        state.commit(0, 5)
-        assert state.rollback(0, 1)
-        assert not state.rollback(0, 1)
+@pytest.mark.parametrize("n_rs_seq", [0, 1, 2, 3])
+def test_as_many_rows_as_one_micro_batch_had_do_not_roll_back_past_n_rs_seq(n_rs_seq: int):
+    for n_rows in range(n_rs_seq + 1, n_rs_seq + 5):
+        with recurrent(n_rs_seq) as state:
+            decoded(state, 0, 10)
+            decoded(state, 0, n_rows)
+            before = copy.deepcopy(state._sequences)
+            assert not state.rollback(0, n_rows)
+            assert state._sequences == before
+
+
+def test_all_the_way_back_is_always_possible():
+    with recurrent(0) as state:
+        decoded(state, 0, 5)
+        assert not state.rollback(0, 4)
+        assert not state.rollback(0, 6)
+        assert state.rollback(0, 5)
+        assert state.length(0) == 0
         assert state.rollback(0, 0)
-        assert state.length(0) == 4
-        state.commit(0, 2)
+
+
+def test_rollbacks_repeat_until_states_run_out():
+    with recurrent(3) as state:
+        decoded(state, 0, 5)
         assert state.rollback(0, 1)
+        assert state.rollback(0, 2)
+        assert not state.rollback(0, 1), "the state of one token was never kept"
+        decoded(state, 0, 1)
+        assert state.rollback(0, 1)
+        assert state.length(0) == 2
 
 
 def test_nothing_rolls_back_where_nothing_is():
     with recurrent(4) as state:
         assert not state.rollback(0, 1)
-        state.commit(0, 5)
+        decoded(state, 0, 5)
         state.clear(0)
         assert not state.rollback(0, 1)
-        assert state.segments(np.zeros(2, np.int32))[0].tolist() == [0, 2, 0, EMPTY]
+        state.begin([0])
+        assert state.segments(np.zeros(2, np.int32))[0].tolist() == [0, 2, 0, EMPTY, 0, 1, -1, -1, -1]
+        state.abort([0])
 
 
 def test_the_table_follows_the_batch():
     with recurrent(2) as state:
-        state.commit(0, 3)
-        state.commit(2, 3)
+        decoded(state, 0, 3)
+        decoded(state, 2, 3)
         assert state.rollback(2, 2)
+        state.begin(range(3))
         table = state.segments(np.array([2, 2, 1, 0, 0, 0], np.int32))
         assert table.dtype == np.int32
-        assert table.tolist() == [[0, 2, 2, 2], [2, 1, 1, EMPTY], [3, 3, 0, 0]]
+        # The free planes first, then those of the oldest states; not those that are read.
+        assert table.tolist() == [
+            [0, 2, 2, 2, 0, 1, -1], [2, 1, 1, EMPTY, 0, -1, -1], [3, 3, 0, 0, 3, 2, 1],
+        ]  # fmt: skip
+        state.abort(range(3))
+
+
+def test_the_state_from_before_the_batch_is_not_written_before_its_end():
+    with recurrent(1) as state:
+        decoded(state, 0, 4)
+        state.begin([0])
+        pinned = state.segments(np.zeros(2, np.int32))[0, 3]
+        state.advance(0, 2)
+        for _ in range(5):
+            row = state.segments(np.zeros(2, np.int32))[0]
+            assert row[3] in row[4:], "written over the one that is read, since there is no other"
+            assert pinned not in row[3:]
+            state.advance(0, 2)
+        state.end([0])
+        state.begin([0])
+        assert pinned in state.segments(np.zeros(2, np.int32))[0, 4:]
+        state.abort([0])
+
+
+def test_an_aborted_batch_takes_rollbacks_only_from_the_planes_that_it_took():
+    for n_rows, reach in ((1, 3), (2, 2), (3, 1), (4, 0), (9, 0)):
+        with recurrent(3) as state:
+            decoded(state, 0, 10)
+            state.begin([0])
+            state.segments(np.zeros(n_rows, np.int32))
+            state.abort([0])
+            assert state.length(0) == 10
+            assert [n for n in range(10) if state.can_roll_back(0, n)] == list(range(reach + 1))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        (lambda state: state.segments(np.zeros(1, np.int32)), "no batch is open"),
+        (lambda state: state.end([0]), "no batch of sequence 0 is open"),
+        (lambda state: state.abort([0]), "no batch of sequence 0 is open"),
+        (lambda state: state.advance(0, 1), "1 rows were not running"),
+        (lambda state: state.begin([1]), "a batch of sequence 1 is open"),
+        (lambda state: state.rollback(1, 1), "a batch of sequence 1 is open"),
+        (lambda state: state.clear(1), "a batch of sequence 1 is open"),
+        (lambda state: state.segments(np.full(1, 1, np.int32)), "runs already"),
+        (lambda state: state.end([1]), "still runs"),
+        (lambda state: state.advance(1, 3), "3 rows were not running"),
+        (lambda state: state.copies(1, 2), "a batch of sequence 1 is open"),
+        (lambda state: state.copies(2, 0), "sequence 0 is not clear"),
+        (lambda state: state.assume(2, 0), "sequence 0 is not clear"),
+        (lambda state: state.copies(2, 2), "onto itself"),
+    ],
+)
+def test_steps_out_of_order_are_refused(wrong: Callable[[RecurrentState], object], match: str):
+    with recurrent(2) as state:
+        decoded(state, 0, 2)
+        state.begin([1])
+        state.segments(np.full(2, 1, np.int32))
+        before = copy.deepcopy(state._sequences)
+        with pytest.raises(AssertionError, match=match):
+            wrong(state)
+        assert state._sequences == before
+        state.abort([1])
+
+
+def test_a_copy_is_of_the_last_state():
+    with recurrent(2) as state:
+        assert state.copies(0, 1) == []
+        state.assume(0, 1)
+        assert state.length(1) == 0
+        decoded(state, 0, 2)
+        decoded(state, 0, 1)
+        state.begin([0])
+        source = state.segments(np.zeros(1, np.int32))[0, 3]
+        state.abort([0])
+        assert state.copies(0, 1) == [(0, source, 1, 0)]
+        assert state.length(1) == 0, "until the copies were done"
+        state.assume(0, 1)
+        assert state.length(1) == 3
+        assert not state.can_roll_back(1, 1)
+        assert state.can_roll_back(1, 3)
 
 
 def test_rows_of_one_sequence_that_are_apart_are_refused():
@@ -147,19 +317,40 @@ def test_rows_of_one_sequence_that_are_apart_are_refused():
         state.segments(np.array([0, 1, 0], np.int32))
 
 
-@pytest.mark.parametrize("damage", ["stale source", "too many planes", "length without state"])
-def test_damaged_books_do_not_pass(damage: str):
+@pytest.mark.parametrize(
+    ("planes", "length"), [({1: 0}, 2), ({2: 4}, 2), ({2: -1}, 2), ({1: 1, 2: 1}, 2), ({2: 0, 3: 1}, 2), ({0: 1}, 0)]
+)  # fmt: skip
+def test_damaged_books_do_not_pass(planes: dict[int, int], length: int):
     with recurrent(2) as state:
-        state.commit(0, 2)
-        held = state._sequences[0]
-        if damage == "stale source":
-            held.source = 2
-        elif damage == "too many planes":
-            held.n_valid = 4
-        else:
-            held.n_valid = 0
+        decoded(state, 0, 2)
+        state.check_integrity()
+        state._sequences[0].planes, state._sequences[0].length = planes, length
         with pytest.raises(AssertionError):
             state.check_integrity()
+        state.clear(0)
+
+
+@pytest.mark.parametrize(
+    "damage", ["pinned state lost", "plane written twice", "outside a batch", "not newer"]
+)
+def test_damaged_books_of_an_open_batch_do_not_pass(damage: str):
+    with recurrent(2) as state:
+        decoded(state, 0, 2)
+        state.begin([0])
+        state.segments(np.zeros(1, np.int32))
+        state.check_integrity()
+        held = state._sequences[0]
+        if damage == "pinned state lost":
+            del held.planes[2]
+        elif damage == "plane written twice":
+            held.running[3] = held.planes[2]
+        elif damage == "outside a batch":
+            held.pinned = None
+        else:
+            held.running = {2: held.running[3]}
+        with pytest.raises(AssertionError):
+            state.check_integrity()
+        held.pinned = None
         state.clear(0)
 
 
@@ -174,8 +365,8 @@ def test_views_fill_their_buffers():
         ):
             assert [v.nbytes for v in views] == [b.nbytes for b in buffers]
         conv, matrices = state.layers[4]
-        assert conv.shape == (SEQUENCES, 4, TAPS - 1, CHANNELS)
-        assert matrices.shape == (SEQUENCES, 4, HEADS, SIZE * SIZE)
+        assert conv.shape == (SEQUENCES, 5, TAPS - 1, CHANNELS)
+        assert matrices.shape == (SEQUENCES, 5, HEADS, SIZE * SIZE)
 
 
 @pytest.mark.parametrize("nth", [0, 1])
@@ -194,119 +385,3 @@ def test_an_empty_shape_is_no_shape(wrong: dict[str, object]):
     values = dict(vars(shape(1)))
     with pytest.raises(AssertionError):
         RecurrentShape(**(values | wrong))
-
-
-@dataclass
-class Layer:
-    """One recurrent layer over device memory: the convolution, then the delta rule."""
-
-    n_rs_seq: int
-    fill: int
-    n_sequences: int = 2
-    weight: Array = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.bench = Bench(threads=1)
-        self.state = RecurrentState(self.bench.allocator, shape(self.n_rs_seq, self.n_sequences), TARGET)
-        for view in self.state.layers[1]:
-            self.bench.stream.fill(view, self.fill)
-        self.weight = np.random.default_rng(0).standard_normal((CHANNELS, TAPS)).astype(np.float32)
-
-    def decode(self, *parts: tuple[int, Array, Array]) -> list[Array]:
-        """Rows of sequences in one batch: (sequence, x, gates) each; y of each."""
-        x, gates = (np.concatenate([part[i] for part in parts]) for i in (1, 2))
-        sequence = np.concatenate([np.full(len(part[1]), part[0], np.int32) for part in parts])
-        segments = self.state.segments(sequence)
-        history, states = self.state.layers[1]
-        arena = self.bench.arena(1 << 18)
-        put = {"x": x, "weight": self.weight, "segments": segments, "gates": gates}
-        views = {name: self.bench.put(arena, array, name) for name, array in put.items()}
-        for name, like in (("qkv", x), ("y", np.empty((len(x), HEADS * SIZE), np.float32))):
-            views[name] = self.bench.put(arena, np.full_like(like, np.nan), name)
-        n_segments = len(segments)
-        conv = {name: views[name] for name in ("x", "weight", "segments")}
-        self.bench.stream.launch(
-            short_conv(TAPS), (-(-CHANNELS // 32), n_segments),
-            {**conv, "history": history, "y": views["qkv"]},
-        )  # fmt: skip
-        rule = {name: views[name] for name in ("qkv", "gates", "segments", "y")}
-        self.bench.stream.launch(
-            gated_delta(SIZE), (SIZE // columns_per_block(SIZE), HEADS, n_segments),
-            {**rule, "states": states, "eps": 1e-6},
-        )  # fmt: skip
-        y = self.bench.get(views["y"])
-        for view in views.values():
-            view.buffer.free()
-        arena.release()
-        for s, rows, _ in parts:
-            self.state.commit(s, len(rows))
-        self.state.check_integrity()
-        return np.split(y, np.cumsum([len(part[1]) for part in parts])[:-1])
-
-    def current(self, sequence: int) -> list[Array]:
-        """Bytes of the state that the sequence's next batch starts from."""
-        plane = self.state.segments(np.array([sequence], np.int32))[0, 3]
-        return [self.bench.get(view)[sequence, plane] for view in self.state.layers[1]]
-
-    def close(self) -> None:
-        assert self.bench.findings.list() == ()
-        self.state.release()
-        assert self.bench.allocator.close() == []
-
-
-def rows(rng: np.random.Generator, n: int) -> tuple[Array, Array]:
-    gates = np.stack([rng.uniform(0.3, 1, (n, HEADS)), rng.uniform(0, 1, (n, HEADS))], axis=1)
-    return rng.standard_normal((n, CHANNELS)).astype(np.float32), gates.astype(np.float32)
-
-
-@pytest.mark.parametrize("fill", [0x3E, 0xFF])
-@settings(max_examples=30, deadline=None)
-@given(
-    n=st.integers(1, 4),
-    shorter=st.integers(0, 3),
-    back=st.integers(1, 4),
-    before=st.integers(0, 3),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_a_rolled_back_state_never_decoded_what_was_taken_back(
-    fill: int, n: int, shorter: int, back: int, before: int, seed: int
-):
-    n_rows = max(1, n + 1 - shorter)
-    rng = np.random.default_rng(seed)
-    prompt, drafted, after = rows(rng, before), rows(rng, n_rows), rows(rng, 3)
-    other = [rows(rng, count) for count in (2, 4)]
-    layer, plain = Layer(n, fill), Layer(n, 0xFF ^ fill)
-    if before:
-        layer.decode((0, *prompt), (1, *other[0]))
-        plain.decode((0, *prompt))
-    layer.decode((1, *other[1]), (0, *drafted))
-    done = layer.state.rollback(0, back)
-    assert done == (back < min(n_rows, n + 1))
-    if done:
-        kept = tuple(part[: n_rows - back] for part in drafted)
-        plain.decode((0, *kept))
-        for found, wanted in zip(layer.current(0), plain.current(0), strict=True):
-            assert same_bits(found, wanted)
-        found = layer.decode((0, *after), (1, *other[0]))[0]
-        assert np.isfinite(found).all()
-        assert same_bits(found, plain.decode((0, *after))[0])
-    layer.close()
-    plain.close()
-
-
-@pytest.mark.parametrize("fill", [0x00, 0x3E, 0xFF])
-def test_a_sequence_split_anywhere_beside_others_gives_the_same_bits(fill: int):
-    rng = np.random.default_rng(1)
-    x, gates = rows(rng, 9)
-    whole = Layer(2, 0)
-    wanted = whole.decode((0, x, gates))[0]
-    layer = Layer(2, fill)
-    for cut in range(1, 9):
-        layer.state.clear(1)
-        first, _ = layer.decode((1, x[:cut], gates[:cut]), (0, *rows(rng, 2)))
-        _, second = layer.decode((0, *rows(rng, 1)), (1, x[cut:], gates[cut:]))
-        assert same_bits(np.concatenate([first, second]), wanted)
-        for found, right in zip(layer.current(1), whole.current(0), strict=True):
-            assert same_bits(found, right)
-    layer.close()
-    whole.close()

@@ -43,7 +43,7 @@ class Drafter:
         config = self.config = config or made.config
         self.stream = made.device.create_stream(owner=DRAFT, name="draft")
         undo.callback(self.stream.destroy)
-        shape = CacheShape(1, config.n_head_kv, config.head_dim, N_CTX, N_SEQUENCES, "f32")
+        shape = CacheShape(1, config.n_head_kv, config.head_dim, N_CTX, N_SEQUENCES, "f32", "f32")
         self.cache = KVCache(made.allocator, shape, DRAFT)
         undo.callback(self.cache.release)
         cosine, sine = (
@@ -55,7 +55,7 @@ class Drafter:
         self.lease: Lease = self.buffer.lend(to=DRAFT, mode="read")
         self.context = ContextShape(N_SEQUENCES, shape.n_pages, len(hidden))
         operations = Operations(
-            made.weights, {config.n_layer: self.cache.layers[0]}, {}, "f32", (cosine, sine),
+            made.weights, {config.n_layer: self.cache.layers[0]}, {}, ("f32", "f32"), (cosine, sine),
             {"hidden": self.hidden, "chain": self.chain},
         )  # fmt: skip
         self.executor = Executor(made.allocator, self.stream, DRAFT, self.build, operations, capture=capture)

@@ -128,7 +128,8 @@ class World:
 
     def context(self, **settings: Any) -> Context:
         defaults: dict[str, Any] = {
-            "n_ctx": 64, "n_batch": 64, "n_ubatch": 32, "n_sequences": 1, "cache_type": "f32", "capture": True,
+            "n_ctx": 64, "n_batch": 64, "n_ubatch": 32, "n_sequences": 1, "capture": True,
+            "cache_type_k": "f32", "cache_type_v": "f32",
         }  # fmt: skip
         chosen = ContextSettings(**(defaults | settings))
         made = Context(self.device, self.allocator, self.weights, ContextPlan(self.config, chosen))

@@ -7,18 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
+from kv_cells import empty_caches, fill, fitting, held
 
-from refengine.kernels import STATE_SIZES, elementwise, experts, gates, hidden, norm, select
-from refengine.kernels.attention import (
-    CACHE_DTYPES,
-    PAGE,
-    SPAN,
-    attention,
-    attention_f64,
-    attention_merge,
-    store_kv,
+from refengine.kernels import (
+    CACHE_PAIRS,
+    HEAD_DIMS,
+    STATE_SIZES,
+    elementwise,
+    experts,
+    gates,
+    hidden,
+    norm,
+    select,
 )
+from refengine.kernels.attention import SPAN, attention, attention_f64, attention_merge, store_kv
 from refengine.kernels.gated_delta import columns_per_block, gated_delta, gated_delta_f64, packed_state
+from refengine.kernels.kv_types import PAGE
 from refengine.kernels.mul_mat import TILE, get_rows, mul_mat
 from refengine.kernels.quants import FORMATS
 from refengine.kernels.quants.layout import Packed
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from instrumentation.kernel import Kernel
+    from refengine.kernels.kv_types import CacheType
 
 
 @dataclass
@@ -141,9 +146,9 @@ def cases(seed: int = 0) -> Iterator[Case]:
     yield from _recurrent_cases(rng)
     for quantisation in FORMATS:
         yield from _matrix_cases(rng, quantisation)
-    for cache_type, dtype in CACHE_DTYPES.items():
-        for head_dim in (16, 64, 80, 128, 256):
-            yield from _attention_cases(rng, cache_type, dtype, head_dim)
+    for pair in CACHE_PAIRS:
+        for head_dim in fitting(pair, HEAD_DIMS):
+            yield from _attention_cases(rng, pair, head_dim)
 
 
 def _hidden_cases(rng: np.random.Generator) -> Iterator[Case]:
@@ -272,29 +277,27 @@ def _matrix_cases(rng: np.random.Generator, quantisation: Any) -> Iterator[Case]
     )
 
 
-def _attention_cases(rng: np.random.Generator, cache_type: Any, dtype: Any, head_dim: int) -> Iterator[Case]:
+def _attention_cases(
+    rng: np.random.Generator, pair: tuple[CacheType, CacheType], head_dim: int
+) -> Iterator[Case]:
     n_positions, n_head, n_head_kv = 300, 6, 2
     keys, values = rng.standard_normal((2, n_positions, n_head_kv, head_dim)).astype(np.float32)
-    if cache_type == "f16":
-        keys, values = (
-            keys.astype(np.float16).astype(np.float32),
-            values.astype(np.float16).astype(np.float32),
-        )
     n_pages = -(-n_positions // PAGE)
     pages = rng.permutation(n_pages + 3)[:n_pages].astype(np.int32)
     at = np.arange(n_positions)
     cell = (pages[at // PAGE] * PAGE + at % PAGE).astype(np.int32)
-    k_cache = poisoned((n_pages + 3, n_head_kv, head_dim, PAGE), dtype)
-    v_cache = poisoned((n_pages + 3, n_head_kv, PAGE, head_dim), dtype)
+    k_cache, v_cache = empty_caches(pair, n_pages + 3, n_head_kv, head_dim, rng)
+    for cache in (k_cache, v_cache):
+        cache.view(np.uint8)[...] = 0xFF
     stored_k, stored_v = k_cache.copy(), v_cache.copy()
-    narrow = (lambda a: a) if cache_type == "f32" else (lambda a: a.astype(np.float16).view(np.uint16))
-    stored_k[pages[at // PAGE], :, :, at % PAGE] = narrow(keys)
-    stored_v[pages[at // PAGE], :, at % PAGE, :] = narrow(values)
+    fill(pair[0], stored_k, cell, keys, "k")
+    fill(pair[1], stored_v, cell, values, "v")
     yield Case(
-        store_kv(cache_type), (n_head_kv, n_positions),
+        store_kv(*pair), (n_head_kv, n_positions),
         {"k": keys, "v": values, "cell": cell, "k_cache": k_cache, "v_cache": v_cache},
         {"k_cache": stored_k, "v_cache": stored_v},
     )  # fmt: skip
+    keys, values = held(pair[0], keys), held(pair[1], values)
     position = np.array([0, 31, 32, 150, n_positions - 1], np.int32)
     q = rng.standard_normal((5, n_head, head_dim)).astype(np.float32)
     scale = 1 / np.sqrt(head_dim)
@@ -309,14 +312,14 @@ def _attention_cases(rng: np.random.Generator, cache_type: Any, dtype: Any, head
                 q[t], keys[s * SPAN : p + 1][:SPAN], values[s * SPAN : p + 1][:SPAN], scale
             )
     yield Case(
-        attention(cache_type, head_dim), (n_head, 5, n_spans),
+        attention(*pair, head_dim), (n_head, 5, n_spans),
         {
             "q": q, "k_cache": stored_k, "v_cache": stored_v, "pages": pages[None, :].copy(),
             "sequence": np.zeros(5, np.int32), "position": position, "partial": partial, "scale": scale,
         },
         {"partial": wanted},
     )  # fmt: skip
-    if cache_type == "f32":
+    if pair == ("f32", "f32"):
         yield Case(
             attention_merge(head_dim), (n_head, 5),
             {"partial": wanted, "position": position, "out": poisoned(q.shape), "scale": scale},

@@ -11,11 +11,14 @@ import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
+from kv_cells import held
 
 from refengine.gguf_file import GGUFFile
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from refengine.kernels.kv_types import CacheType
 
 Array = npt.NDArray[Any]
 
@@ -73,9 +76,10 @@ def rotate(x: Array, cosine: Array, sine: Array) -> Array:
 
 
 class Qwen35:
-    """A model file in memory."""
+    """A model file in memory; keys and values rounded as caches of some types round them."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, cache_types: tuple[CacheType, CacheType] = ("f32", "f32")) -> None:
+        self.cache_types = cache_types
         with GGUFFile.open(path) as gguf:
             arch = gguf.architecture
             assert arch in ("qwen35", "qwen35moe"), arch
@@ -116,6 +120,7 @@ class Qwen35:
         tables = rotation(position, self.n_rot, self.rope_base, self.sections)
         q = rotate(self.norm(q, self.w(layer, "attn_q_norm.weight")), *tables)
         k = rotate(self.norm(k, self.w(layer, "attn_k_norm.weight")), *tables)
+        k, v = held(self.cache_types[0], k), held(self.cache_types[1], v)
         group = self.n_head // self.n_head_kv
         k, v = k.repeat(group, axis=1), v.repeat(group, axis=1)  # head h has key head h // group
         score = np.einsum("thd,shd->hts", q, k) / np.sqrt(dim)

@@ -7,33 +7,26 @@ import pytest
 from engines import Array, Bench, nmse, poisoned, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_cells import PAIRS, TYPES, decoded, empty_caches, fill, fitting, held
 
-from refengine.kernels.attention import (
-    CACHE_DTYPES,
-    PAGE,
-    SPAN,
-    CacheType,
-    attention,
-    attention_f64,
-    attention_merge,
-    store_kv,
-)
+from refengine.kernels import CACHE_PAIRS, HEAD_DIMS
+from refengine.kernels.attention import SPAN, attention, attention_f64, attention_merge, store_kv
+from refengine.kernels.kv_types import PAGE, CacheType
 
-TYPES: tuple[CacheType, ...] = ("f32", "f16")
-HEAD_DIMS = (16, 64, 80, 128, 256)
+Pair = tuple[CacheType, CacheType]
+F32: Pair = ("f32", "f32")
 
 
-def garbage(shape: tuple[int, ...], dtype: np.dtype, rng: np.random.Generator) -> Array:
-    """What unwritten cells may hold: NaN (bytes 0xFF), or numbers that look right (bytes 0x3E)."""
-    chosen = np.where(rng.random(shape) < 0.5, 0xFF, 0x3E).astype(np.uint8)
-    return np.ascontiguousarray(np.repeat(chosen, dtype.itemsize, axis=-1).view(dtype))
+def head_dims(pair: Pair) -> tuple[int, ...]:
+    """All head sizes for the pairs that stand for all, one for the rest: each is a kernel to compile."""
+    return fitting(pair, HEAD_DIMS) if pair in CACHE_PAIRS else (64,)
 
 
 @dataclass
 class Sequences:
     """Keys and values of sequences of ``lengths`` positions, stored by the kernel in scattered pages."""
 
-    cache_type: CacheType
+    types: Pair
     head_dim: int
     n_head_kv: int
     lengths: list[int]
@@ -47,8 +40,7 @@ class Sequences:
         self.scatter()
 
     def _values(self, length: int) -> Array:
-        values = self.rng.standard_normal((length, self.n_head_kv, self.head_dim)).astype(np.float32)
-        return values.astype(np.float16).astype(np.float32) if self.cache_type == "f16" else values
+        return self.rng.standard_normal((length, self.n_head_kv, self.head_dim)).astype(np.float32)
 
     def scatter(self) -> None:
         """Store everything into pages in another order, with other garbage in the rest."""
@@ -63,20 +55,17 @@ class Sequences:
             self.pages[row, :count] = taken
             position = np.arange(length)
             cells.append(taken[position // PAGE] * PAGE + position % PAGE)
-        dtype = CACHE_DTYPES[self.cache_type]
-        shape = (n_pages, self.n_head_kv)
-        self.k_cache = garbage((*shape, self.head_dim, PAGE), dtype, self.rng)
-        self.v_cache = garbage((*shape, PAGE, self.head_dim), dtype, self.rng)
+        k_cache, v_cache = empty_caches(self.types, n_pages, self.n_head_kv, self.head_dim, self.rng)
         cell = np.concatenate(cells).astype(np.int32)
         order = self.rng.permutation(len(cell))
         stored = Bench().run(
-            store_kv(self.cache_type),
+            store_kv(*self.types),
             (self.n_head_kv, len(cell)),
             k=np.concatenate(self.keys)[order],
             v=np.concatenate(self.values)[order],
             cell=cell[order],
-            k_cache=self.k_cache,
-            v_cache=self.v_cache,
+            k_cache=k_cache,
+            v_cache=v_cache,
         )
         self.k_cache, self.v_cache = stored["k_cache"], stored["v_cache"]
 
@@ -84,7 +73,7 @@ class Sequences:
         n_tokens, n_head, head_dim = q.shape
         n_spans = -(-max(self.lengths) // SPAN)
         found = Bench(threads=threads).run(
-            attention(self.cache_type, self.head_dim),
+            attention(*self.types, self.head_dim),
             (n_head, n_tokens, n_spans),
             q=q,
             k_cache=self.k_cache,
@@ -110,7 +99,8 @@ class Sequences:
         for row in np.unique(sequence):
             own = sequence == row
             scale = float(np.float32(self.scale))
-            out[own] = attention_f64(q[own], self.keys[row], self.values[row], position[own], scale)
+            keys, values = held(self.types[0], self.keys[row]), held(self.types[1], self.values[row])
+            out[own] = attention_f64(q[own], keys, values, position[own], scale)
         return out
 
     @property
@@ -127,10 +117,10 @@ class Sequences:
 LENGTHS = st.one_of(st.integers(1, 40), st.sampled_from([31, 32, 33, 63, 64, 65]), st.integers(1, 200))
 
 
-@pytest.mark.parametrize("cache_type", TYPES)
-@settings(max_examples=40)
+@pytest.mark.parametrize("types", PAIRS, ids="-".join)
+@settings(max_examples=15)
 @given(
-    head_dim=st.sampled_from(HEAD_DIMS),
+    data=st.data(),
     n_head_kv=st.integers(1, 3),
     group=st.integers(1, 4),
     n_tokens=st.integers(1, 6),
@@ -138,15 +128,15 @@ LENGTHS = st.one_of(st.integers(1, 40), st.sampled_from([31, 32, 33, 63, 64, 65]
     seed=st.integers(0, 2**32 - 1),
 )
 def test_attention_is_its_twin_wherever_pages_lie(
-    cache_type: CacheType,
-    head_dim: int,
+    types: Pair,
+    data: st.DataObject,
     n_head_kv: int,
     group: int,
     n_tokens: int,
     lengths: list[int],
     seed: int,
 ):
-    cached = Sequences(cache_type, head_dim, n_head_kv, lengths, seed)
+    cached = Sequences(types, data.draw(st.sampled_from(head_dims(types))), n_head_kv, lengths, seed)
     asked = cached.queries(n_tokens, group)
     out = cached.attend(*asked)
     assert nmse(out, cached.twin(*asked)) < 1e-11
@@ -156,14 +146,14 @@ def test_attention_is_its_twin_wherever_pages_lie(
     assert same_bits(cached.attend(q.copy(), sequence, position), out[-1:])
 
 
-@pytest.mark.parametrize("cache_type", TYPES)
-def test_later_positions_are_not_seen(cache_type: CacheType):
-    cached = Sequences(cache_type, 16, 2, [70], seed=0)
-    q = cached.rng.standard_normal((70, 4, 16)).astype(np.float32)
+@pytest.mark.parametrize("name", TYPES)
+def test_later_positions_are_not_seen(name: CacheType):
+    cached = Sequences((name, name), 64, 2, [70], seed=0)
+    q = cached.rng.standard_normal((70, 4, 64)).astype(np.float32)
     sequence, position = np.zeros(70, np.int32), np.arange(70, dtype=np.int32)
     out = cached.attend(q, sequence, position)
     for length in (1, 32, 33, 69):
-        cut = Sequences(cache_type, 16, 2, [length], seed=1)
+        cut = Sequences((name, name), 64, 2, [length], seed=1)
         cut.keys, cut.values = [cached.keys[0][:length]], [cached.values[0][:length]]
         cut.scatter()
         assert same_bits(cut.attend(q[:length], sequence[:length], position[:length]), out[:length])
@@ -171,13 +161,13 @@ def test_later_positions_are_not_seen(cache_type: CacheType):
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_threads_do_not_change_a_bit(threads: int):
-    cached = Sequences("f16", 64, 3, [100, 40], seed=0)
+    cached = Sequences(("f16", "q8_0"), 64, 3, [100, 40], seed=0)
     asked = cached.queries(6, 3)
     assert same_bits(cached.attend(*asked, threads=threads), cached.attend(*asked))
 
 
 def test_the_first_position_sees_its_own_value_alone():
-    cached = Sequences("f32", 16, 1, [1], seed=0)
+    cached = Sequences(F32, 16, 1, [1], seed=0)
     q, sequence, position = cached.queries(1, 2)
     out = cached.attend(q, sequence, position)
     assert same_bits(out[0, 0], cached.values[0][0, 0])
@@ -185,7 +175,7 @@ def test_the_first_position_sees_its_own_value_alone():
 
 
 def test_a_nan_that_is_visible_shows():
-    cached = Sequences("f32", 16, 1, [40], seed=0)
+    cached = Sequences(F32, 16, 1, [40], seed=0)
     cached.keys[0][35, 0, 3] = np.nan
     cached.scatter()
     q = np.ones((2, 1, 16), np.float32)
@@ -195,7 +185,7 @@ def test_a_nan_that_is_visible_shows():
 
 
 def test_scores_far_apart_do_not_overflow():
-    cached = Sequences("f32", 16, 1, [64], seed=0)
+    cached = Sequences(F32, 16, 1, [64], seed=0)
     q = np.full((1, 1, 16), 300, np.float32)
     cached.keys[0][:] = np.linspace(-50, 50, 64, dtype=np.float32)[:, None, None]
     cached.scatter()
@@ -203,21 +193,89 @@ def test_scores_far_apart_do_not_overflow():
     np.testing.assert_array_equal(out[0, 0], cached.values[0][63, 0])
 
 
-@pytest.mark.parametrize("cache_type", TYPES)
-@given(seed=st.integers(0, 2**32 - 1), head_dim=st.sampled_from(HEAD_DIMS), n_tokens=st.integers(1, 40))
-def test_store_touches_its_cells_only(cache_type: CacheType, seed: int, head_dim: int, n_tokens: int):
+# --- the store
+
+
+@pytest.mark.parametrize("types", PAIRS, ids="-".join)
+@settings(max_examples=15)
+@given(
+    data=st.data(),
+    seed=st.integers(0, 2**32 - 1),
+    n_tokens=st.integers(1, 40),
+    exponent=st.one_of(st.just(0), st.integers(-150, 120)),
+)
+def test_store_writes_its_cells_as_numpy_would_and_touches_no_others(
+    types: Pair, data: st.DataObject, seed: int, n_tokens: int, exponent: int
+):
+    """From elements that are all denormal to elements whose scale is infinite in half precision; some are 0."""
+    head_dim = data.draw(st.sampled_from(head_dims(types)))
     rng = np.random.default_rng(seed)
-    k, v = rng.standard_normal((2, n_tokens, 2, head_dim)).astype(np.float32)
+    shape = (2, n_tokens, 2, head_dim)
+    exact = rng.standard_normal(shape) * 2.0**exponent * (rng.random(shape) < 0.9)
+    k, v = exact.astype(np.float32)
     cell = rng.permutation(3 * PAGE)[:n_tokens].astype(np.int32)
-    dtype = CACHE_DTYPES[cache_type]
-    before = {
-        "k_cache": garbage((3, 2, head_dim, PAGE), dtype, rng),
-        "v_cache": garbage((3, 2, PAGE, head_dim), dtype, rng),
-    }
-    after = Bench().run(store_kv(cache_type), (2, n_tokens), k=k, v=v, cell=cell, **before)
-    encode = (lambda x: x) if cache_type == "f32" else (lambda x: x.astype(np.float16).view(np.uint16))
-    page, slot = cell // PAGE, cell % PAGE
-    before["k_cache"][page, :, :, slot] = encode(k)
-    before["v_cache"][page, :, slot, :] = encode(v)
-    assert same_bits(after["k_cache"], before["k_cache"])
-    assert same_bits(after["v_cache"], before["v_cache"])
+    k_cache, v_cache = empty_caches(types, 3, 2, head_dim, rng)
+    after = Bench().run(
+        store_kv(*types), (2, n_tokens), k=k, v=v, cell=cell, k_cache=k_cache, v_cache=v_cache
+    )
+    fill(types[0], k_cache, cell, k, "k")
+    fill(types[1], v_cache, cell, v, "v")
+    assert same_bits(after["k_cache"], k_cache)
+    assert same_bits(after["v_cache"], v_cache)
+
+
+def stored(name: CacheType, row: Array) -> Array:
+    """A row [head_dim] as the kernel stores it as a key, which must be as it stores it as a value."""
+    k_cache, v_cache = empty_caches((name, name), 1, 1, len(row), np.random.default_rng(0))
+    x, cell = row.astype(np.float32)[None, None], np.array([7], np.int32)
+    after = Bench().run(store_kv(name, name), (1, 1), k=x, v=x, cell=cell, k_cache=k_cache, v_cache=v_cache)
+    assert same_bits(after["k_cache"][0, 0, :, 7].copy(), after["v_cache"][0, 0, 7, :].copy())
+    return after["v_cache"][0, 0, 7, :].copy()
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("at", [32, 41, 63])
+@pytest.mark.parametrize("name", TYPES)
+def test_what_is_not_finite_stays_so(name: CacheType, at: int, bad: float):
+    row = np.linspace(-1, 1, 64, dtype=np.float32)
+    row[at] = bad
+    found = decoded(name, stored(name, row))
+    if name == "q8_0":  # through its scale, which the other elements of the block share
+        assert np.isnan(found[32:]).all()
+        assert np.isfinite(found[:32]).all()
+    else:
+        np.testing.assert_array_equal(found[at], np.float32(bad))
+        assert np.isfinite(np.delete(found, at)).all()
+
+
+@given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=64, max_size=64))
+def test_bf16_rounds_every_pattern_to_nearest_even(bits: list[int]):
+    x = np.array(bits, np.uint32).view(np.float32)
+    found = stored("bf16", x)
+    wide = decoded("bf16", found)
+    np.testing.assert_array_equal(np.isnan(wide), np.isnan(x))
+    finite = np.isfinite(x) & np.isfinite(wide)
+    # No neighbour is nearer, and of two as near it is the even one.
+    error = np.abs(wide[finite].astype(np.float64) - x[finite])
+    for step in (-1, 1):
+        with np.errstate(invalid="ignore"):
+            near = decoded("bf16", (found[finite].astype(np.int64) + step).astype(np.uint16))
+            other = np.abs(near.astype(np.float64) - x[finite])
+        assert not (other < error).any()
+        assert (found[finite][other == error] % 2 == 0).all()
+
+
+def test_q8_0_rounds_halves_away_from_zero():
+    row = np.zeros(32, np.float32)
+    row[:9] = [127, 0.5, 1.5, 2.5, -0.5, -2.5, np.float32(0.49999997), -np.float32(0.49999997), 126.5]
+    found = stored("q8_0", row)
+    assert found[:9].view(np.int8).tolist() == [127, 1, 2, 3, -1, -3, 0, 0, 127]
+    assert found[32:].view("<f2").tolist() == [1.0]
+
+
+def test_q8_0_divides_by_the_scale_before_it_is_rounded():
+    row = np.zeros(32, np.float32)
+    row[:2] = 1.0, 0.49998
+    found = stored("q8_0", row)
+    assert found[:2].tolist() == [127, 63]
+    assert round(0.49998 / float(found[32:].view("<f2")[0])) == 64
