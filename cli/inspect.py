@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 @options.model_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 @options.context_options
+@options.speculative_options
 @options.override_option
 @options.check_tensors_option
 def inspect(
@@ -103,7 +104,7 @@ def _plan_table(memory: MemoryPlan) -> str:
     header = ("owner", "arena", "buffers", "bytes used", "reserved, off", "reserved, guard")
     table = f"{facts}\n{_table(header, rows, right={2, 3, 4, 5})}"
     if memory.not_loaded:
-        table += f"\nnot loaded: {len(memory.not_loaded)} tensors of the MTP block, which is not built yet"
+        table += f"\nnot loaded: {len(memory.not_loaded)} tensors of the MTP block; --spec-type draft-mtp loads them"
     return table
 
 

@@ -226,15 +226,18 @@ class Engine:
         ignore_eos: bool = False,
         return_logits: bool = False,
         parse_special: bool = True,
+        background: bool = True,
         **sampling: Any,
     ) -> Request:
         """Queue a generation and return at once; ``sampling`` are the fields of ``SamplingParams``.
 
-        Requests run together, ``n_slots`` at a time, in the order in which they came.
+        Requests run together, ``n_slots`` at a time, in the order in which they came. Without ``background`` no
+        thread works on it: it goes on while someone waits for a request or calls ``drive``, which makes a run of one
+        thread repeatable step by step.
         """
         request = self._queued(prompt, n_predict, ignore_eos, return_logits, parse_special, sampling)
         with self._lock:
-            if self._pump is None:
+            if background and self._pump is None:
                 self._pump = threading.Thread(target=self._run_pump, name="refengine", daemon=True)
                 self._pump.start()
         return request
