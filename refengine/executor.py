@@ -193,9 +193,11 @@ class Executor:
             self.stream.launch(call.kernel, call.grid, call.arguments)
 
     def release(self) -> None:
-        """Give everything back."""
-        self.stream.synchronize()
-        for executable in self._executables.values():
-            executable.release()
-        self._executables.clear()
-        self.arena.release()
+        """Give everything back, also when the stream can no longer be waited for."""
+        try:
+            self.stream.synchronize()
+        finally:
+            for executable in self._executables.values():
+                executable.release()
+            self._executables.clear()
+            self.arena.release()

@@ -131,7 +131,7 @@ def test_the_recurrent_state_is_planned_and_the_mtp_block_is_said_to_be_left_out
         assert set(plan.not_loaded) == {name for name in gguf.tensors if name.startswith("blk.4.")}
     n_left = len(plan.not_loaded)
     shown = run("inspect", "-m", DATA / f"{model}.gguf", "-c", "512").stdout
-    assert f"not loaded: {n_left} tensors of the MTP block, which is not built yet" in shown
+    assert f"not loaded: {n_left} tensors of the MTP block; --spec-type draft-mtp loads them" in shown
     as_json = json.loads(run("inspect", "-m", DATA / f"{model}.gguf", "-c", "512", "--json").stdout)
     assert as_json["plan"]["not_loaded"] == list(plan.not_loaded)
     assert "not loaded" not in run("inspect", "-m", DATA / "llama.gguf").stdout
