@@ -49,6 +49,12 @@ device_options = together(
     ),
 )
 
+slot_options = together(
+    option("-np", "--parallel", "n_slots", type=int, default=1, metavar="N", help="Requests that run together (1)."),
+    option("-kvu/-no-kvu", "--kv-unified/--no-kv-unified", "kv_unified", default=True,
+           help="One KV cache for all of them, or a part for each (one)."),
+)  # fmt: skip
+
 speculative_options = together(
     option("--spec-type", default="none", metavar="TYPE", help="none or draft-mtp."),
     option("--spec-draft-n-max", "draft_n_max", type=int, default=3, metavar="N", help="Most tokens of a draft (3)."),

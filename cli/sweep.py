@@ -20,8 +20,7 @@ from instrumentation.errors import BadInputError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from refengine.sweep import Reference, Run
-    from refengine.sweep_runs import Key, Sweep
+    from refengine.sweep import Key, Reference, Run, Sweep
 
 #: a log line for each tenth of the runs where nothing can be drawn
 _STEPS = 10
@@ -59,9 +58,8 @@ _STEPS = 10
     "--predict",
     "n_predict",
     type=click.IntRange(2, 1024),
-    default=3,
     metavar="N",
-    help="Tokens of each answer (3).",
+    help="Tokens of each answer (3; with drafts 5).",
 )
 @click.option("-c", "--ctx-size", "n_ctx", type=int, default=128, metavar="N", help="Context length (128).")
 @click.option(
@@ -70,6 +68,8 @@ _STEPS = 10
 @click.option(
     "-ub", "--ubatch-size", "n_ubatch", type=int, default=16, metavar="N", help="Most tokens of a pass (16)."
 )
+@options.slot_options
+@options.speculative_options
 @click.option("-t", "--threads", type=int, default=1, metavar="N", help="Threads of each process (1).")
 @click.option("--check", default="guard", metavar="LEVEL", help="off or guard (guard).")
 @click.option(
@@ -94,15 +94,15 @@ def sweep(
     jobs: int,
     resume: str | None,
     as_json: bool,
-    n_predict: int,
+    n_predict: int | None,
     **given: Any,
 ) -> None:
     """Fail every reservation, or other device call, of a workload: one run each.
 
-    A run loads MODEL, answers two requests and unloads. It must end in an error
-    that names the call that failed, or with the usual tokens; leave nothing; and
-    answer as usual afterwards. Exits with 1 when a run did not, or when a call
-    has no fault site.
+    A run loads MODEL, answers two rounds of requests and unloads. Each request
+    must end in an error that names a call that failed, or with the usual tokens;
+    each failure must be counted; nothing may be left; and it must answer as usual
+    afterwards. Exits with 1 when a run did not, or when a call has no fault site.
 
     \b
     Example:
@@ -111,9 +111,7 @@ def sweep(
     from cli.display import display  # noqa: PLC0415 - --help does without what it takes to run
     from instrumentation.faults import KINDS  # noqa: PLC0415
     from refengine.models import resolve_model  # noqa: PLC0415
-    from refengine.sweep import MODES, reference  # noqa: PLC0415
-    from refengine.sweep_runs import Sweep  # noqa: PLC0415
-    from refengine.sweep_script import Workload  # noqa: PLC0415
+    from refengine.sweep import MODES, Sweep, Workload, reference  # noqa: PLC0415
 
     kinds = KINDS if sites.strip() == "all" else _chosen("--sites", sites, KINDS)
     log = (settings.verbosity, settings.log_format) if settings.verbosity > 0 else None
@@ -147,7 +145,7 @@ def _chosen(flag: str, text: str, known: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _finish(planned: Sweep, wanted: Reference, jobs: int, file: Path | None, *, quiet: bool) -> list[Run]:
     """Do every run that is not in the file; all runs in the order of their keys."""
-    from refengine.sweep_runs import Journal, run_all  # noqa: PLC0415
+    from refengine.sweep import Journal, run_all  # noqa: PLC0415
 
     keys = planned.keys(wanted)
     with contextlib.ExitStack() as stack:
@@ -225,6 +223,11 @@ def _lines(wanted: Reference, rows: list[dict[str, Any]], runs: list[Run]) -> It
     for run in wrong:
         yield one_line(f"{run.mode} {run.number}, {run.site}: {'; '.join(run.wrong)}")
     yield from wanted.uncounted()
+    if wanted.preemptions or wanted.verifications:
+        yield (
+            f"undisturbed, requests were preempted {wanted.preemptions} times and drafts verified "
+            f"{wanted.verifications} times"
+        )
     yield f"{len(wanted.passed)} sites, {len(runs)} runs, {len(wrong)} misbehaved"
 
 
@@ -237,9 +240,11 @@ def _as_json(
         "ok": not wrong and not wanted.uncounted(),
         "model": str(workload.model),
         "options": dict(workload.options),
-        "prompts": workload.prompts,
+        "prompts": workload.rounds,
         "n_predict": workload.n_predict,
         "seed": planned.seed,
+        "preemptions": wanted.preemptions,
+        "verifications": wanted.verifications,
         "sites": len(wanted.passed),
         "calls": wanted.calls.total(),
         "runs": len(runs),

@@ -153,7 +153,12 @@ class Context:
         self.stream.record(self._handed)
         buffer = self.kept["hidden"].buffer
         with buffer.lend(to=to.owner, mode="read", after=self._handed, by=self.owner):
-            to.stream.wait(self._handed)
+            try:
+                to.stream.wait(self._handed)
+            except DeviceError:
+                # Nobody waits for the mark now, and an idle stream has an empty queue.
+                self.stream.synchronize()
+                raise
             yield
 
     # --- sequences
@@ -210,8 +215,9 @@ class Context:
         states.assume(source, target)
 
     def check_integrity(self) -> None:
-        """The books of the cache and the states hold and agree. Raises AssertionError: a bug here."""
+        """The books of cache, states and compute memory hold and agree. Raises AssertionError: a bug here."""
         self.cache.check_integrity()
+        self.executor.check_integrity()
         if self.states is not None:
             self.states.check_integrity()
             for s in range(self.settings.n_sequences):

@@ -236,8 +236,10 @@ class Engine:
         thread repeatable step by step.
         """
         request = self._queued(prompt, n_predict, ignore_eos, return_logits, parse_special, sampling)
+        if not background:
+            return request
         with self._lock:
-            if background and self._pump is None:
+            if self._pump is None:
                 self._pump = threading.Thread(target=self._run_pump, name="refengine", daemon=True)
                 self._pump.start()
         return request

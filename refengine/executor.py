@@ -192,6 +192,11 @@ class Executor:
             call = self.operations.call(node, executable.views)
             self.stream.launch(call.kernel, call.grid, call.arguments)
 
+    def check_integrity(self) -> None:
+        """The compute arena has the layouts of the executables and no others. Raises AssertionError: a bug here."""
+        used = {executable.overlay.serial for executable in self._executables.values()}
+        assert self.arena.overlays.keys() == used, f"layouts {set(self.arena.overlays)}, in use {used}"
+
     def release(self) -> None:
         """Give everything back, also when the stream can no longer be waited for."""
         try:

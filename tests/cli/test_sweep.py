@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import refengine.sweep_runs
-from refengine.engine import Engine
+import refengine.sweep.runs
+from refengine.context import Context, DecodeStatus
 from refengine.errors import ComputeError
 
 LLAMA = Path(__file__).resolve().parent.parent / "data" / "llama.gguf"
@@ -29,15 +29,12 @@ def sweep(run):
 @pytest.fixture
 def blanket(monkeypatch):
     """An engine whose errors say nothing."""
-    decode = Engine._decode
 
-    def nameless(self, batch):
-        try:
-            decode(self, batch)
-        except ComputeError:
-            raise ComputeError("Compute error.") from None
+    def nameless(self, status):
+        if status != DecodeStatus.OK:
+            raise ComputeError("Compute error.")
 
-    monkeypatch.setattr(Engine, "_decode", nameless)
+    monkeypatch.setattr(Context, "require", nameless)
 
 
 def _runs(pid):
@@ -75,9 +72,9 @@ def test_kinds_and_modes_are_chosen(sweep):
     result = sweep("--sites", "graph, reserve", "--modes", "nth")
     rows, rest = table(result.stdout)
     assert list(rows) == ["reserve", "graph", "all"]
-    assert rows["all"]["nth"] == rows["reserve"]["nth"] + rows["graph"]["nth"] == 26
+    assert rows["all"]["nth"] == rows["reserve"]["nth"] + rows["graph"]["nth"] == 29
     assert "random" not in rows["all"]
-    assert rest == ["26 sites, 26 runs, 0 misbehaved"]
+    assert rest == ["29 sites, 29 runs, 0 misbehaved"]
 
 
 def test_a_run_that_misbehaves_is_named_and_ends_it_with_1(sweep, blanket):
@@ -109,6 +106,36 @@ def test_json_has_everything(sweep, blanket):
     assert found["options"]["check"] == "guard"
 
 
+def test_slots_and_drafts_are_swept_and_counted(run):
+    model = LLAMA.parent / "qwen35.gguf"
+    args = (
+        "-m",
+        model,
+        "--sites",
+        "event",
+        "--modes",
+        "random",
+        "--runs-random",
+        "3",
+        "-c",
+        "64",
+        "-np",
+        "2",
+    )
+    result = run("sweep", *args, "--spec-type", "draft-mtp")
+    assert (result.exit_code, table(result.stdout)[0]["event"]["identical"]) == (0, 3)
+    assert table(result.stdout)[1][0] == (
+        "undisturbed, requests were preempted 1 times and drafts verified 8 times"
+    )
+    found = json.loads(run("sweep", *args, "--spec-type", "draft-mtp", "--json").stdout)
+    assert (found["preemptions"], found["verifications"]) == (1, 8)
+    assert found["options"]["n_slots"] == 2
+    assert [len(prompts) for prompts in found["prompts"]] == [3, 1]
+    result = run("sweep", *args, "--no-kv-unified")
+    assert result.exit_code == 2
+    assert "the workload makes no such calls" in result.stderr
+
+
 def test_two_processes_find_what_one_finds(sweep):
     args = ("--sites", "graph", "--modes", "nth,random", "--runs-random", "4", "--json")
     alone, together = sweep(*args), sweep(*args, "-j", "2")
@@ -120,7 +147,7 @@ def test_an_interrupted_sweep_goes_on(sweep, monkeypatch, tmp_path):
     file = tmp_path / "runs.jsonl"
     args = ("--modes", "nth,random", "--runs-random", "5")
     wanted = sweep(*args, "--json").stdout
-    disturbed, made = refengine.sweep_runs.disturbed, []
+    disturbed, made = refengine.sweep.runs.disturbed, []
 
     def interrupted(*args):
         made.append(args)
@@ -128,7 +155,7 @@ def test_an_interrupted_sweep_goes_on(sweep, monkeypatch, tmp_path):
             raise KeyboardInterrupt
         return disturbed(*args)
 
-    monkeypatch.setattr(refengine.sweep_runs, "disturbed", interrupted)
+    monkeypatch.setattr(refengine.sweep.runs, "disturbed", interrupted)
     result = sweep(*args, "--resume", file)
     assert result.exit_code == 130
     assert result.stderr.splitlines() == [
@@ -171,7 +198,7 @@ def test_ctrl_c_ends_all_processes_and_leaves_a_file_that_goes_on(spawn, sweep, 
     assert (process.returncode, out) == (130, b"")
     done = file.read_bytes().count(b"\n") - 1
     assert err.decode().splitlines() == [
-        f"{done} of 459 runs are in {file}; the same command goes on", "refengine: interrupted"
+        f"{done} of 483 runs are in {file}; the same command goes on", "refengine: interrupted"
     ]  # fmt: skip
     for _ in range(100):
         left = [pid for pid in started if _runs(pid)]
@@ -204,7 +231,7 @@ def test_log_lines_of_failures_come_with_v(sweep):
         (("-s", "-1"), "'-s'"),
         (("-n", "1"), "'-n'"),
         (("--runs-random", "-1"), "'--runs-random'"),
-        (("-c", "16"), "a prompt of 25 tokens (more than n_ubatch 16) and 3 to predict do not fit n_ctx 16"),
+        (("-c", "16"), "a prompt of 26 tokens (more than n_ubatch 16) and 3 to predict do not fit n_ctx 16"),
         (("-ub", "0"), "n_ubatch is 0"),
         (("-t", "0"), "threads is 0"),
         (("--check", "all"), "all"),

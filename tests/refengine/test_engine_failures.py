@@ -9,6 +9,7 @@ from engines import DATA, FailNth, same_bits
 
 import refengine
 from instrumentation.errors import BadInputError, DeviceError, FindingError, OutOfMemoryError
+from instrumentation.faults import FaultInjector, FaultPlan
 from refengine.context import DecodeStatus
 from refengine.errors import ComputeError, ContextSizeError, RequestError
 
@@ -375,3 +376,34 @@ def test_progress_counts_the_bytes_of_the_file():
 def test_overrides_reach_the_model():
     with pytest.raises(BadInputError, match="n_ctx is 64; this model was trained for at most 32"):
         loaded(override_kv={"llama.context_length": 32})
+
+
+# --- requests that nobody works on, hidden states that nobody takes
+
+
+def test_requests_without_background_go_on_while_somebody_waits_for_one(engine):
+    asked = {"background": False, "n_predict": 2, "temperature": 0, "ignore_eos": True}
+    first, second = (engine.submit(TOKENS[i : i + 5], **asked) for i in range(2))
+    assert engine._pump is None
+    assert (first.status, second.status) == ("queued", "queued")
+    assert len(first.result().tokens) == 2
+    assert (first.status, second.status) == ("done", "queued")
+    # A thread that works for another request works for this one too.
+    third = engine.submit(TOKENS[3:8], **{**asked, "background": True})
+    third.result(timeout=60)
+    assert second.status == "done"
+
+
+def test_a_hand_over_that_fails_leaves_no_lease_and_an_empty_queue():
+    faults = FaultInjector()
+    with refengine.load(
+        DATA / "qwen35.gguf", n_ctx=64, n_batch=32, n_ubatch=16, device="host", threads=1, check="guard",
+        spec_type="draft-mtp", faults=faults,
+    ) as engine:  # fmt: skip
+        # The record succeeds, the draft's wait fails.
+        faults.plan = FaultPlan.nth(2, "event")
+        faults.counts.clear()
+        with pytest.raises(DeviceError, match="event wait"), engine.context.lend_hidden(engine.draft):
+            pytest.fail("it was lent")
+        assert engine.context.stream.pending == 0
+        assert engine.context.kept["hidden"].buffer.leases == ()

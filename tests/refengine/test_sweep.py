@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,7 @@ from dying_sweep import DyingSweep
 from engines import DATA, increment
 from structlog.testing import capture_logs
 
-import refengine.sweep_runs
+import refengine.sweep.runs
 from instrumentation.allocator import Allocator
 from instrumentation.devices import host_stream
 from instrumentation.errors import BadInputError, DeviceError
@@ -28,10 +29,21 @@ from refengine.context import Context, DecodeStatus
 from refengine.engine import Engine
 from refengine.errors import ComputeError, RequestError
 from refengine.executor import Executor
-from refengine.sweep import MODES, Run, SweepError, disturbed, plan_of, reference
-from refengine.sweep_counting import CountingDevice, Recorder, first_failure
-from refengine.sweep_runs import Journal, Sweep, run_all
-from refengine.sweep_script import Workload
+from refengine.scheduler import Scheduler
+from refengine.speculative import MtpDrafter
+from refengine.sweep import (
+    MODES,
+    Journal,
+    Run,
+    Sweep,
+    SweepError,
+    Workload,
+    disturbed,
+    plan_of,
+    reference,
+    run_all,
+)
+from refengine.sweep.counting import CountingDevice, Recorder, first_failure, owner_of
 
 SMALL = {"n_ctx": 128, "n_batch": 32, "n_ubatch": 16, "threads": 1, "check": "guard", "device": "host"}
 
@@ -50,6 +62,32 @@ def wanted(llama):
     return reference(llama)
 
 
+@pytest.fixture(scope="module")
+def drafting():
+    """A target and a draft context."""
+    return workload("qwen35", spec_type="draft-mtp")
+
+
+@pytest.fixture(scope="module")
+def drafted(drafting):
+    return reference(drafting)
+
+
+@pytest.fixture(scope="module")
+def sharing():
+    """Both contexts with two slots that share a cache which is too small."""
+    return workload("qwen35", spec_type="draft-mtp", n_slots=2, n_ctx=64)
+
+
+@pytest.fixture(scope="module")
+def shared(sharing):
+    return reference(sharing)
+
+
+def lengths(work):
+    return [list(map(len, prompts)) for prompts in work.rounds]
+
+
 def sweep_all(work, kinds, modes=MODES, sample=None):
     """The reference and every run, or a sample of them, none of which misbehaved."""
     found = reference(work, kinds)
@@ -64,10 +102,10 @@ def sweep_all(work, kinds, modes=MODES, sample=None):
     return found, runs
 
 
-def fail(llama, wanted, matching, nth=0, mode="nth"):
+def fail(work, wanted, matching, nth=0, mode="nth"):
     """What is wrong with the run that fails the ``nth`` site whose text has ``matching``."""
     site = [site for site in wanted.passed if matching in str(site)][nth]
-    run = disturbed(llama, wanted, mode, site.number, KINDS)
+    run = disturbed(work, wanted, mode, site.number, KINDS)
     assert run.site == str(site)
     return run
 
@@ -92,7 +130,7 @@ def test_every_call_fails_once(llama, wanted):
     found, runs = sweep_all(llama, KINDS, ("nth",))
     assert found == wanted
     assert len(runs) == found.calls.total() > 400
-    assert found.calls == {"reserve": 11, "copy": 148, "launch": 285, "event": 0, "graph": 15}
+    assert found.calls == {"reserve": 11, "copy": 169, "launch": 285, "event": 0, "graph": 18}
     assert all(run.fired == 1 for run in runs)
     assert {run.outcome for run in runs} == {"load failed", "request failed"}
 
@@ -103,7 +141,7 @@ def test_every_call_fails_once(llama, wanted):
     ids=["no graphs", "growing", "off", "small batches"],
 )
 def test_calls_of_other_options(options):
-    found, _runs = sweep_all(workload(**options), KINDS, sample=40)
+    found, _runs = sweep_all(workload(**options), KINDS, sample=25)
     assert (found.calls["graph"] == 0) == (options == {"cuda_graphs": False})
 
 
@@ -123,7 +161,7 @@ def test_random_runs_fail_something_and_get_as_far_as_requests(llama, wanted):
     assert runs[4] == disturbed(llama, wanted, "random", 5, KINDS, seed=3)
 
 
-def test_a_failure_that_costs_nothing_is_no_misbehaviour(llama, wanted, monkeypatch):
+def test_a_failure_that_costs_nothing_must_be_counted_all_the_same(llama, wanted, monkeypatch):
     captured = Executor._captured
 
     def or_not(self, executable):
@@ -134,10 +172,185 @@ def test_a_failure_that_costs_nothing_is_no_misbehaviour(llama, wanted, monkeypa
 
     monkeypatch.setattr(Executor, "_captured", or_not)
     run = fail(llama, wanted, "begin_capture")
+    assert run.outcome == "identical"
+    assert run.wrong == (
+        f"1 calls for the target context failed in round 1, the first {run.site}, and it counted 0 failed decodes",
+    )
+
+
+# --- a draft context, several slots
+
+
+def test_calls_of_target_and_draft_fail(drafting, drafted):
+    found, runs = sweep_all(drafting, KINDS, sample=30)
+    assert found == drafted
+    assert min(found.calls[kind] for kind in KINDS) > 30
+    assert found.verifications > 0
+    assert {owner_of(site) for site in found.passed} == {"load", "target", "draft", "model", ""}
+    assert {run.outcome for run in runs} == {"load failed", "request failed", "identical"}
+
+
+@pytest.mark.parametrize(
+    "matching",
+    ["(event record", "(event wait", "copy_in of tokens on draft", "copy_out of result_output on draft",
+     "(launch rms_norm on draft", "(graph replay on draft", "(reserve draft/compute 1"],
+)  # fmt: skip
+def test_a_failure_for_drafts_costs_no_request_anything(drafting, drafted, matching):
+    run = fail(drafting, drafted, matching)
+    assert (run.outcome, run.wrong) == ("identical", ())
+
+
+def test_hidden_states_that_are_never_handed_over_cost_no_request_anything(drafting):
+    found = reference(drafting, ("event",))
+    first = next(site for site in found.passed if "record" in site.detail)
+    run = disturbed(drafting, found, "from", first.number, ("event",))
+    assert (run.outcome, run.wrong) == ("identical", ())
+    assert run.fired > 1
+
+
+def test_slots_that_share_a_cache(sharing, shared):
+    assert shared.preemptions > 0
+    assert shared.verifications > 0
+    _found, runs = sweep_all(sharing, KINDS, sample=15)
+    assert "request failed" in {run.outcome for run in runs}
+
+
+def test_a_decode_of_two_requests_that_fails_ends_neither(sharing, shared):
+    run = fail(sharing, shared, "copy_in of cell on target")
     assert (run.outcome, run.wrong) == ("identical", ())
 
 
 # --- engines that lose something
+
+
+def test_a_failure_of_the_draft_context_that_nobody_counts_is_caught(drafting, drafted, monkeypatch):
+    decode = MtpDrafter._decode
+
+    def uncounted(self, batch):
+        status = decode(self, batch)
+        self.failures = 0
+        return status
+
+    monkeypatch.setattr(MtpDrafter, "_decode", uncounted)
+    run = fail(drafting, drafted, "copy_in of cell on draft")
+    assert run.outcome == "identical"
+    assert run.wrong == (
+        f"1 calls for the draft context failed in round 1, the first {run.site}, and it counted 0 failed decodes",
+    )
+
+
+def test_a_failure_of_the_draft_context_that_ends_a_request_is_caught(drafting, drafted, monkeypatch):
+    decode = MtpDrafter._decode
+
+    def strict(self, batch):
+        status = decode(self, batch)
+        self.context.require(status)
+        return status
+
+    monkeypatch.setattr(MtpDrafter, "_decode", strict)
+    run = fail(drafting, drafted, "copy_in of cell on draft")
+    assert run.outcome == "request failed"
+    words = f"request 1 failed although no call that may end it did, only {run.site}: Compute error."
+    assert any(wrong.startswith(words) for wrong in run.wrong)
+
+
+@pytest.mark.parametrize("matching", ["(event wait", "copy_in of cell on draft"])
+def test_a_lease_that_is_left_active_is_caught(drafting, drafted, monkeypatch, matching):
+    @contextmanager
+    def careless(self, to):
+        self.stream.record(self._handed)
+        lease = self.kept["hidden"].buffer.lend(to=to.owner, mode="read", after=self._handed, by=self.owner)
+        to.stream.wait(self._handed)
+        yield
+        if to.error is None:
+            lease.end()
+
+    monkeypatch.setattr(Context, "lend_hidden", careless)
+    run = fail(drafting, drafted, matching)
+    assert "after round 1 hidden of target is still lent to draft" in run.wrong
+
+
+def test_a_draft_cache_that_is_not_emptied_is_caught(drafting, drafted, monkeypatch):
+    remove = MtpDrafter.remove
+
+    def forgetful(self, sequence):
+        if not self.failures:
+            remove(self, sequence)
+
+    monkeypatch.setattr(MtpDrafter, "remove", forgetful)
+    run = fail(drafting, drafted, "copy_in of cell on draft", nth=3)
+    assert any(wrong.startswith("after round 1 the KV cache of draft holds ") for wrong in run.wrong)
+    assert any("positions of the KV cache of draft are free" in wrong for wrong in run.wrong)
+
+
+def test_a_recurrent_state_that_is_not_emptied_is_caught(drafting, drafted, monkeypatch):
+    remove = Context.remove
+
+    def forgetful(self, sequence):
+        if self.error is None:
+            remove(self, sequence)
+        else:
+            self.cache.remove(sequence)
+
+    monkeypatch.setattr(Context, "remove", forgetful)
+    run = fail(drafting, drafted, "copy_in of cell on target", nth=-1)
+    assert any(
+        wrong.startswith("after round 2 the recurrent state of target has seen ") for wrong in run.wrong
+    )
+
+
+def test_a_bit_that_a_lost_draft_changes_is_caught(drafting, drafted, monkeypatch):
+    settle = Scheduler._settle
+
+    def flipping(self, blocks, logits):
+        if self.drafter.failures and len(logits):
+            logits.view(np.uint32)[0, 0] ^= 1
+        settle(self, blocks, logits)
+
+    monkeypatch.setattr(Scheduler, "_settle", flipping)
+    run = fail(drafting, drafted, "copy_in of cell on draft")
+    assert run.outcome == "identical"
+    assert "request 1 gave other tokens or logits and no error" in run.wrong
+
+
+def test_an_error_that_names_another_request_s_call_is_caught(llama, wanted, monkeypatch):
+    failed, first = Scheduler._fail, []
+    monkeypatch.setattr(
+        Scheduler,
+        "_fail",
+        lambda self, slot, error: failed(self, slot, (first or first.append(error) or first)[0]),
+    )
+    run = fail(llama, wanted, "copy_in of cell", mode="from")
+    assert any(wrong.startswith("the error of request 2 does not name fault site ") for wrong in run.wrong)
+
+
+def test_a_request_that_is_left_running_is_caught(llama, wanted, monkeypatch):
+    monkeypatch.setattr(Scheduler, "cancel", lambda *_: None)
+
+    def broken(self, status):
+        if status != DecodeStatus.OK:
+            raise ValueError("no error of ours")
+
+    monkeypatch.setattr(Context, "require", broken)
+    run = fail(llama, wanted, "copy_in of cell", nth=-1)
+    assert "after round 2 requests wait or run" in run.wrong
+
+
+def test_a_layout_that_no_executable_has_is_caught(llama, wanted, monkeypatch):
+    captured = Executor._captured
+
+    def dropping(self, executable):
+        try:
+            return captured(self, executable)
+        except DeviceError:
+            del self._executables[executable.graph.shape]
+            raise
+
+    monkeypatch.setattr(Executor, "_captured", dropping)
+    run = fail(llama, wanted, "(launch rms_norm")
+    assert any(
+        wrong.startswith("after round 1 check_integrity: AssertionError: layouts") for wrong in run.wrong
+    )
 
 
 def test_a_decode_that_swallows_failures_is_caught(llama, wanted, monkeypatch):
@@ -151,7 +364,6 @@ def test_a_decode_that_swallows_failures_is_caught(llama, wanted, monkeypatch):
     monkeypatch.setattr(Context, "decode", swallowing)
     for matching in ("copy_in of tokens", "(launch rms_norm", "(graph replay", "(reserve target/compute 1"):
         run = fail(llama, wanted, matching)
-        assert run.outcome == "identical"
         assert "request 1 gave other tokens or logits and no error" in run.wrong
 
 
@@ -194,9 +406,9 @@ def test_a_load_that_fails_and_leaks_is_caught(llama, wanted, monkeypatch, leak,
 @pytest.mark.parametrize(
     ("skipped", "words"),
     [
-        ("copy_out", "copy: 142 fault sites for 148 calls"),
+        ("copy_out", "copy: 160 fault sites for 169 calls"),
         ("rope", "launch: 253 fault sites for 285 calls"),
-        ("end_capture", "graph: 11 fault sites for 15 calls"),
+        ("end_capture", "graph: 14 fault sites for 18 calls"),
     ],
 )
 def test_a_call_without_a_fault_site_is_caught(llama, monkeypatch, skipped, words):
@@ -230,32 +442,33 @@ def test_a_reservation_without_a_fault_site_is_caught(llama, monkeypatch):
     ids=["nameless", "not ours", "another of ours"],
 )
 def test_a_blanket_except_is_caught(llama, wanted, monkeypatch, error, words):
-    decode = Engine._decode
+    def blanket(self, status):
+        if status != DecodeStatus.OK:
+            raise error
 
-    def blanket(self, batch):
-        try:
-            decode(self, batch)
-        except Exception:  # noqa: BLE001 - what the sweep must not let pass
-            raise error from None
-
-    monkeypatch.setattr(Engine, "_decode", blanket)
+    monkeypatch.setattr(Context, "require", blanket)
     run = fail(llama, wanted, "copy_in of cell")
     assert any(words.format(site=run.site) in wrong for wrong in run.wrong), run.wrong
 
 
 def test_positions_left_in_the_cache_are_caught(llama, wanted, monkeypatch):
-    clear = Engine._clear
+    forget = Scheduler._forget
 
-    def forgetful(self, sequence):
+    def forgetful(self, slot):
         if self.context.error is None:
-            clear(self, sequence)
+            forget(self, slot)
+        slot.held.clear()
 
-    monkeypatch.setattr(Engine, "_clear", forgetful)
-    run = fail(llama, wanted, "copy_in of cell", nth=2)  # the first token after the prompt
-    assert f"after request 1 the KV cache holds {len(llama.prompts[0])} positions of sequence 0" in run.wrong
-    assert "after request 1 96 of 128 positions of the KV cache are free" in run.wrong
-    # The next request finds them there: no call of it failed, and it fails.
-    assert any(wrong.startswith("request 2 failed although no call in it did") for wrong in run.wrong)
+    monkeypatch.setattr(Scheduler, "_forget", forgetful)
+    run = fail(llama, wanted, "copy_in of cell", nth=-1)
+    held = len(llama.rounds[1][0]) + llama.n_predict - 2
+    assert f"after round 2 the KV cache of target holds {held} positions of sequence 0" in run.wrong
+    assert "after round 2 96 of 128 positions of the KV cache of target are free" in run.wrong
+    # The next request finds them there.
+    assert any(
+        wrong.startswith("afterwards request 1 fails: Compute error. (decode status -1)")
+        for wrong in run.wrong
+    )
 
 
 def test_lost_pages_are_caught(llama, wanted, monkeypatch):
@@ -267,7 +480,7 @@ def test_lost_pages_are_caught(llama, wanted, monkeypatch):
 
     monkeypatch.setattr(Context, "_failed", losing)
     run = fail(llama, wanted, "copy_in of cell")
-    assert "after request 1 check_integrity: AssertionError: pages lost or held twice" in run.wrong
+    assert "after round 1 check_integrity: AssertionError: pages lost, or held and free" in run.wrong
 
 
 def test_work_left_on_a_stream_is_caught(llama, wanted, monkeypatch):
@@ -281,8 +494,9 @@ def test_work_left_on_a_stream_is_caught(llama, wanted, monkeypatch):
         self.stream.synchronize()
 
     monkeypatch.setattr(Executor, "run", run_and_leave)
-    assert fail(llama, wanted, "copy_in of cell").wrong == (
-        "after request 1 3 operations wait on stream target",
+    # The next request would wait for them, so it is the last one that fails.
+    assert fail(llama, wanted, "copy_in of cell", nth=-1).wrong == (
+        "after round 2 3 operations wait on stream target",
     )
 
 
@@ -370,14 +584,19 @@ def test_an_injector_that_fires_twice_is_caught(llama, wanted, monkeypatch):
 
 
 def test_prompts_fit_any_model(llama):
-    long, short = llama.prompts
+    (long, again), (short,) = llama.rounds
     assert len(long) > SMALL["n_ubatch"] > len(short) >= 1
-    assert max(long) < 320
-    tight = workload(n_ctx=32, n_ubatch=1)
-    assert [len(prompt) for prompt in tight.prompts] == [2, 1]
-    assert len(workload(n_batch=8).prompts[0]) == 13
+    assert again[:-1] == long
+    assert max(again) < 320
+    assert lengths(workload(n_ctx=32, n_ubatch=1)) == [[2, 3], [1]]
+    assert lengths(workload(n_batch=8)) == [[13, 14], [3]]
+    # With several slots: all pages but a cell of each slot, unless each slot has its own.
+    assert lengths(workload(n_slots=2)) == [[63, 63, 64], [3]]
+    assert lengths(workload(n_slots=3)) == [[31, 31, 31, 32], [3]]
+    assert lengths(workload(n_slots=2, kv_unified=False)) == [[25, 25, 26], [3]]
+    assert len({prompt[:2] for prompt in workload(n_slots=3).rounds[0]}) == 3
     with pytest.raises(
-        RequestError, match=r"a prompt of 49 tokens .* do not fit n_ctx 48; give a smaller n_ubatch"
+        RequestError, match=r"a prompt of 50 tokens .* do not fit n_ctx 48; give a smaller n_ubatch"
     ):
         workload(n_ctx=48, n_batch=32, n_ubatch=32)
 
@@ -517,7 +736,7 @@ def test_the_header_names_everything_that_a_run_depends_on(llama, wanted):
                   replace(sweep, workload=replace(llama, n_predict=4))):  # fmt: skip
         assert other.header(wanted) != header
     assert replace(sweep, modes=("nth",), random_runs=1).header(wanted) == header
-    assert refengine.sweep_runs.MAX_CHUNK >= 1
+    assert refengine.sweep.runs.MAX_CHUNK >= 1
 
 
 # --- the second count

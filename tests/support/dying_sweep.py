@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from refengine.sweep_runs import Key, Sweep
+from refengine.sweep import Key, Sweep
 
 if TYPE_CHECKING:
     from refengine.sweep import Reference, Run

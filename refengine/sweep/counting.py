@@ -44,6 +44,13 @@ def first_failure(plan: FaultPlan, sites: Sequence[Site]) -> Site | None:
     return None
 
 
+def owner_of(site: Site) -> str:
+    """Owner of the memory that a site asks for, or the name of its stream; empty when the site names neither."""
+    if site.kind == "reserve":
+        return site.detail.partition("/")[0]
+    return site.detail.rpartition(" on ")[2] if " on " in site.detail else ""
+
+
 class CountingStream(HostStream):
     """A stream that counts the calls that reach it."""
 

@@ -18,7 +18,7 @@ import structlog
 import refengine
 from instrumentation.errors import BadInputError
 from refengine import logs
-from refengine.sweep import MODES, OUTCOMES, Mode, Reference, Run, SweepError, disturbed
+from refengine.sweep.judging import MODES, OUTCOMES, Mode, Reference, Run, SweepError, disturbed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from instrumentation.faults import FaultKind
-    from refengine.sweep_script import Workload
+    from refengine.sweep.script import Workload
 
 Key: TypeAlias = tuple[Mode, int]
 #: runs that a process does before it reports them
@@ -69,7 +69,7 @@ class Sweep:
             "version": refengine.__version__,
             "model": model,
             **{f"option {name}": value for name, value in sorted(workload.options.items())},
-            "prompts": [list(prompt) for prompt in workload.prompts],
+            "prompts": [[list(prompt) for prompt in prompts] for prompts in workload.rounds],
             "n_predict": workload.n_predict,
             "kinds": list(self.kinds),
             "seed": self.seed,
