@@ -26,6 +26,7 @@ class Display:
         self._console: Any = None
         self._status: Any = None
         self._bar: Any = None
+        self._line = False
         if live:
             from rich.console import Console  # noqa: PLC0415 - a fifth of the start-up time
 
@@ -65,10 +66,18 @@ class Display:
         else:
             self._status.update(text)
 
+    def measuring(self, text: str) -> None:
+        """Say what is measured from here on. Nothing moves meanwhile: that would take a part of its time."""
+        self.clear()
+        _log.info("measuring", step=text)
+        if self.live:
+            self._console.print(text, end="", markup=False, highlight=False)
+            self._line = True
+
     @property
     def drawing(self) -> bool:
         """Whether something is drawn now."""
-        return self._bar is not None or self._status is not None
+        return self._bar is not None or self._status is not None or self._line
 
     def clear(self) -> None:
         """Take down what is drawn."""
@@ -76,6 +85,12 @@ class Display:
             if drawn is not None:
                 drawn.stop()
         self._bar = self._status = None
+        if self._line:
+            from rich.control import Control  # noqa: PLC0415
+            from rich.segment import ControlType  # noqa: PLC0415
+
+            self._console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
+            self._line = False
 
     def text_follows(self) -> None:
         """Draw nothing from here on."""

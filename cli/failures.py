@@ -17,6 +17,8 @@ from instrumentation.errors import Error, FindingError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from refengine.engine import Engine
+
 OK, FAILED, BAD_INPUT, OUT_OF_MEMORY, INTERRUPTED = 0, 1, 2, 3, 130
 #: whoever read stdout went away: 128 + SIGPIPE, what a shell reports for other programs
 BROKEN_PIPE = 141
@@ -56,6 +58,20 @@ def report(error: BaseException, *, verbose: bool) -> int:
             if verbose:
                 traceback.print_exception(error)
     return code
+
+
+def end_engine(engine: Engine) -> int:
+    """Close, and print what was found; returns the number of findings."""
+    from instrumentation.reports.text import render  # noqa: PLC0415
+
+    with contextlib.suppress(FindingError):  # leaks, which are among the findings
+        engine.close()
+    found = engine.findings
+    if found or engine.options.check != "off":
+        for finding in found:
+            click.echo(f"\n{render(finding)}\n", err=True)
+        click.echo(f"{len(found)} finding{'s' * (len(found) != 1)}", err=True)
+    return len(found)
 
 
 def _usage(error: click.ClickException) -> str:

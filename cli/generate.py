@@ -12,9 +12,9 @@ import click
 
 from cli import model_options as options
 from cli.command import EngineCommand, Settings, count_bytes
-from cli.failures import FAILED
+from cli.failures import FAILED, end_engine
 from cli.refused import REFUSED
-from instrumentation.errors import BadInputError, FindingError
+from instrumentation.errors import BadInputError
 
 MAX_PROMPT_BYTES = 64 << 20
 
@@ -103,7 +103,7 @@ def generate(
             peak = engine.allocator.snapshot()
         finally:
             shown.clear()
-            found = _end(engine)
+            found = end_engine(engine)
     if settings.verbosity >= 0:
         _summarise(engine, result, peak.reserved_peak, peak.used.peak)
     if found:
@@ -187,20 +187,6 @@ def _write(engine: Engine, prompt: bytes | list[int], shown: Display, given: dic
         stdout.write(b"\n")
         stdout.flush()
     return ends[0]
-
-
-def _end(engine: Engine) -> int:
-    """Close, and print what was found; returns the number of findings."""
-    from instrumentation.reports.text import render  # noqa: PLC0415
-
-    with contextlib.suppress(FindingError):  # leaks, which are among the findings
-        engine.close()
-    found = engine.findings
-    if found or engine.options.check != "off":
-        for finding in found:
-            click.echo(f"\n{render(finding)}\n", err=True)
-        click.echo(f"{len(found)} finding{'s' * (len(found) != 1)}", err=True)
-    return len(found)
 
 
 def _summarise(engine: Engine, result: Generation, reserved: int, used: int) -> None:

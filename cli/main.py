@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 COMMANDS = {
     "generate": ("cli.generate", "generate"),
     "inspect": ("cli.inspect", "inspect"),
+    "bench": ("cli.bench", "bench"),
     "doctor": ("cli.doctor", "doctor"),
     "sweep": ("cli.sweep", "sweep"),
 }
 #: commands to come
-NOT_BUILT = ("bench", "golden", "soak", "drill", "report", "explain", "serve")
+NOT_BUILT = ("golden", "soak", "drill", "report", "explain", "serve")
 
 
 class Commands(click.Group):

@@ -21,8 +21,7 @@ override_option = option(
 )
 check_tensors_option = option("--check-tensors", is_flag=True, help="Refuse weights that are not finite.")
 
-context_options = together(
-    option("-c", "--ctx-size", "n_ctx", type=int, default=0, metavar="N", help="Context length; 0: the model's own."),
+batch_options = together(
     option("-b", "--batch-size", "n_batch", type=int, default=2048, metavar="N",
            help="Most tokens of a decode (2048)."),
     option("-ub", "--ubatch-size", "n_ubatch", type=int, default=512, metavar="N", help="Most tokens of a pass (512)."),
@@ -31,11 +30,16 @@ context_options = together(
     option("-ctv", "--cache-type-v", "cache_type_v", default="f16", metavar="TYPE",
            help="Values in the cache, as of keys (f16)."),
 )  # fmt: skip
+context_options = together(
+    option("-c", "--ctx-size", "n_ctx", type=int, default=0, metavar="N", help="Context length; 0: the model's own."),
+    batch_options,
+)  # fmt: skip
 
-device_options = together(
+placement_options = together(
     option("-dev", "--device", default="auto", metavar="NAME", help="auto, host, cuda or cuda:N."),
     option("-t", "--threads", type=int, metavar="N", help="Threads of the host device; all cores."),
-    option("--check", default="off", metavar="LEVEL", help="off, guard, audit or trap."),
+)
+memory_options = together(
     option("--device-memory-limit", callback=_size, metavar="SIZE", help="Bytes, or with KiB, MiB or GiB."),
     option(
         "--no-cuda-graphs", "cuda_graphs", flag_value=False, default=True, help="Launch kernels one by one."
@@ -47,6 +51,11 @@ device_options = together(
         default=True,
         help="Let compute memory grow; a long prompt may then run out.",
     ),
+)
+device_options = together(
+    placement_options,
+    option("--check", default="off", metavar="LEVEL", help="off, guard, audit or trap."),
+    memory_options,
 )
 
 slot_options = together(

@@ -183,7 +183,7 @@ class Engine:
         if len(ids) < 2:
             raise RequestError("one token gives no draft logits; give at least two")
         out = np.empty((len(ids) - 1, self.config.n_vocab), np.float32)
-        with self._alone():
+        with self.exclusive():
             for start in range(0, len(out), self.settings.n_batch):
                 part = ids[start : min(start + self.settings.n_batch, len(out))]
                 self.context.require(self.context.decode(Batch.of(part, start, 0, "none")))
@@ -194,7 +194,7 @@ class Engine:
 
     def _teacher_forced(self, ids: list[int], out: npt.NDArray[np.float32], *, hidden: bool) -> None:
         """Decode tokens from an empty cache; logits, or hidden states, of all of them into ``out``."""
-        with self._alone():
+        with self.exclusive():
             for start in range(0, len(ids), self.settings.n_batch):
                 part = ids[start : start + self.settings.n_batch]
                 batch = Batch.of(part, start, 0, "all", hidden=hidden)
@@ -202,14 +202,17 @@ class Engine:
                 out[start : start + len(part)] = self.context.hidden if hidden else self.context.logits
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """The whole context, empty, for a computation beside the requests: those that run are computed again later."""
+    def exclusive(self) -> Iterator[Context]:
+        """The target context, empty, for a computation beside the requests: those that run are computed again later.
+
+        What it computes is sequence 0, which is forgotten at the end. Other threads wait meanwhile.
+        """
         with self._lock:
             self._require_open()
             with interrupts.deferred():
                 self.scheduler.clear()
             try:
-                yield
+                yield self.context
             finally:
                 with interrupts.deferred():
                     for context in (self.context, self.draft):

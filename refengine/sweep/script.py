@@ -14,7 +14,7 @@ from instrumentation.errors import DeviceError, OutOfMemoryError
 from refengine.config import ModelConfig
 from refengine.errors import ComputeError, RequestError
 from refengine.gguf_file import GGUFFile
-from refengine.kernels.attention import PAGE
+from refengine.kernels.kv_types import PAGE
 from refengine.options import EngineOptions
 from refengine.speculative import MtpDrafter
 from refengine.sweep.counting import CountingDevice

@@ -161,6 +161,19 @@ def test_weights_and_kernels_are_drawn_and_taken_down(terminal):
         assert shown.compiled == 3
 
 
+def test_what_is_measured_stands_still_and_is_erased(terminal):
+    stderr = terminal()
+    with display(quiet=False) as shown:
+        shown.compiling("mul_mat")
+        shown.measuring("pp512, run 1 of 5")
+        assert stderr.getvalue().endswith("pp512, run 1 of 5")
+        assert shown._status is None  # a thread would draw it
+        assert shown.drawing
+        shown.clear()
+        assert not shown.drawing
+        assert stderr.getvalue().endswith("\r\x1b[2K")
+
+
 def test_an_interrupt_leaves_the_terminal_and_the_listeners_as_they_were(terminal):
     stderr = terminal()
     before = list(compile_listeners)

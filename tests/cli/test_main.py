@@ -70,7 +70,7 @@ def test_nothing_is_both_built_and_not():
 
 
 def test_without_standalone_mode_the_exit_code_is_returned(capsys):
-    assert main(["bench"], standalone_mode=False) == 2
+    assert main([NOT_BUILT[0]], standalone_mode=False) == 2
     assert main(["--version"], standalone_mode=False) == 0
     assert "not built" in capsys.readouterr().err
 

@@ -1,0 +1,254 @@
+"""``refengine bench``: tokens per second of a model, in the form of ``llama-bench``."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import re
+from typing import TYPE_CHECKING, Any, Self
+
+import click
+
+from cli import model_options as options
+from cli.command import EngineCommand, Refused, Settings, count_bytes
+from cli.failures import FAILED, end_engine
+from cli.refused import REFUSED
+from instrumentation.errors import BadInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
+
+    from cli.display import Display
+    from refengine.bench import BenchPlan, Result
+    from refengine.engine import Engine
+
+_PLAIN = "plain decoding is measured, without drafts; leave it out"
+_TESTS = "not built yet; give prompts with -p and generations with -n"
+_OTHERS = ("-ngl", "-sm", "-mg", "-ts", "-ot", "-ncmoe", "-nkvo", "--rpc", "-fa", "--numa", "-C", "--prio")
+_REFUSED = (
+    *(refused for refused in REFUSED if refused.names[0] in _OTHERS),
+    Refused(("--spec-type", "--spec-draft-n-max", "--spec-draft-n-min", "--spec-draft-p-min"), _PLAIN),
+    Refused(("-pg",), _TESTS),
+    Refused(("-d", "--n-depth"), _TESTS),
+)
+_NUMBERS = re.compile(r" *-?[0-9]{1,9} *(, *-?[0-9]{1,9} *)*")
+
+
+def _numbers(_ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[int, ...]:
+    text = ",".join(value)
+    if not _NUMBERS.fullmatch(text):
+        raise BadInputError(
+            f"{'/'.join(param.opts)} {text!r}: want numbers of tokens with commas between, for example 128,512"
+        )
+    return tuple(int(number) for number in text.split(","))
+
+
+@click.command(cls=EngineCommand, refused=_REFUSED)
+@options.model_option
+@click.option(
+    "-p", "--n-prompt", multiple=True, default=("512",), callback=_numbers, metavar="N,...",
+    help="Tokens of each prompt test (512); 0: none.",
+)  # fmt: skip
+@click.option(
+    "-n", "--n-gen", multiple=True, default=("128",), callback=_numbers, metavar="N,...",
+    help="Tokens of each generation test (128); 0: none.",
+)  # fmt: skip
+@click.option("-r", "--repetitions", type=int, default=5, metavar="N", help="Timed runs of each test (5).")
+@click.option(
+    "-o", "--output", type=click.Choice(["md", "csv", "json"]), default="md", metavar="FORMAT",
+    help="md, csv or json (md).",
+)  # fmt: skip
+@click.option(
+    "--check",
+    default="off",
+    metavar="LEVELS",
+    help="off, guard, audit, trap: some with commas between (off).",
+)
+@click.option(
+    "-c", "--ctx-size", "n_ctx", type=int, default=0, metavar="N", help="Context length; 0: what the tests need."
+)  # fmt: skip
+@options.batch_options
+@options.placement_options
+@options.memory_options
+@options.override_option
+@click.pass_obj
+def bench(
+    settings: Settings, /, model: str, output: str, check: str, override_kv: tuple[str, ...], **given: Any
+) -> None:
+    """Measure tokens per second, at each of some check levels.
+
+    Test ppN decodes a prompt of N random tokens in batches, tgN decodes N tokens
+    one by one; each from an empty cache, after a run that warms up. Generation
+    also shows the bytes that a token moves, and what part that is of the
+    bandwidth of a copy in the same memory. Sampling and speculative decoding
+    (--spec-type draft-mtp) are not part of it.
+
+    \b
+    Example:
+      refengine bench -m smollm2 -p 512 -n 128 --check off,guard
+    """  # noqa: D301 - click's mark for lines that stay as they are
+    from cli.display import display  # noqa: PLC0415 - --help does without what it takes to run
+    from refengine.bench import BenchPlan, run  # noqa: PLC0415
+    from refengine.gguf_lookup import parse_override_kv  # noqa: PLC0415
+    from refengine.models import resolve_model  # noqa: PLC0415
+
+    overrides = parse_override_kv(override_kv)
+    levels = tuple(dict.fromkeys(level.strip() for level in check.split(",")))
+    plan = BenchPlan.of(resolve_model(model), levels=levels, override_kv=overrides, **given)
+    quiet = settings.verbosity < 0
+    with display(quiet=quiet) as shown, FORMATS[output](plan) as table:
+        ending = _Ending(shown)
+        results = run(plan, progress=shown.weights, step=shown.measuring, close=ending)
+        copies: dict[str, Result] = {}
+        with contextlib.closing(results):
+            for result in results:
+                shown.clear()
+                table.add(result)
+                if not quiet and result.token_bytes is not None and result.check not in copies:
+                    copies[result.check] = result
+    for result in copies.values():
+        click.echo(_copy_line(result), err=True)
+    if ending.found:
+        raise click.exceptions.Exit(FAILED)
+
+
+class _Ending:
+    """Closes engines, and counts what they found."""
+
+    def __init__(self, shown: Display) -> None:
+        self.shown = shown
+        self.found = 0
+
+    def __call__(self, engine: Engine) -> None:
+        self.shown.clear()
+        self.found += end_engine(engine)
+
+
+def _copy_line(result: Result) -> str:
+    if result.copy is None:
+        return f"check {result.check}: copy bandwidth not measured, too little memory is free"
+    return (
+        f"check {result.check}: copy bandwidth {result.copy.per_second / 1e9:.2f} GB/s, read and written, "
+        f"of {count_bytes(result.copy.nbytes)}"
+    )
+
+
+# --- formats
+
+
+def _numbers_of(plan: BenchPlan, result: Result) -> dict[str, Any]:
+    """Everything about a result but its samples; names are llama-bench's where it has one."""
+    test, moved, copy = result.test, result.token_bytes, result.copy
+    return {
+        "model_filename": str(plan.model.path),
+        "model_type": plan.model.type,
+        "model_size": plan.model.nbytes,
+        "model_n_params": plan.model.n_params,
+        "device": result.device,
+        "check": result.check,
+        "test": test.name,
+        "n_prompt": test.n if test.kind == "pp" else 0,
+        "n_gen": test.n if test.kind == "tg" else 0,
+        "avg_ts": result.mean,
+        "stddev_ts": result.stdev,
+        "bytes_per_token": moved.total if moved is not None else None,
+        "copy_bytes_per_second": copy.per_second if moved is not None and copy is not None else None,
+        "percent_of_copy": result.percent_of_copy,
+    }
+
+
+class _Table:
+    """Rows on stdout as they come, what was measured before a failure included."""
+
+    def __init__(self, plan: BenchPlan) -> None:
+        self.plan = plan
+
+    def __enter__(self) -> Self:
+        return self
+
+    def add(self, result: Result) -> None:
+        """One more row."""
+        raise NotImplementedError
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        pass
+
+
+class _Markdown(_Table):
+    #: header, least width, whether it is a number
+    columns = (
+        ("model", 20, False), ("size", 10, True), ("params", 10, True), ("device", 7, False), ("check", 5, False),
+        ("test", 8, True), ("t/s", 20, True), ("bytes/token", 11, True), ("% of copy", 9, True),
+    )  # fmt: skip
+    started = False
+
+    def add(self, result: Result) -> None:
+        """A row; widths are fixed, so that it need not wait for others."""
+        if not self.started:
+            self.started = True
+            self._line([name for name, _, _ in self.columns])
+            click.echo(
+                f"| {' | '.join('-' * (width - right) + ':' * right for _, width, right in self.columns)} |"
+            )
+        model, percent, moved = self.plan.model, result.percent_of_copy, result.token_bytes
+        self._line(
+            [
+                model.type, count_bytes(model.nbytes), _count_params(model.n_params), result.device, result.check,
+                result.test.name, f"{result.mean:.2f} ± {result.stdev:.2f}",
+                "" if moved is None else count_bytes(round(moved.total)),
+                "" if percent is None else f"{percent:.2f}",
+            ]
+        )  # fmt: skip
+
+    def _line(self, cells: list[str]) -> None:
+        padded = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, (_, width, right) in zip(cells, self.columns, strict=True)
+        )
+        click.echo(f"| {' | '.join(padded)} |")
+
+
+class _Csv(_Table):
+    started = False
+
+    def add(self, result: Result) -> None:
+        """A row, behind a header."""
+        row = _numbers_of(self.plan, result)
+        if not self.started:
+            self.started = True
+            click.echo(_csv_line(row.keys()))
+        click.echo(_csv_line(row.values()))
+
+
+class _Json(_Table):
+    def __init__(self, plan: BenchPlan) -> None:
+        super().__init__(plan)
+        self.rows: list[Mapping[str, Any]] = []
+
+    def add(self, result: Result) -> None:
+        """Keep it: a list is written whole."""
+        self.rows.append(_numbers_of(self.plan, result) | {"samples_ts": result.samples})
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.rows:
+            click.echo(json.dumps(self.rows, indent=2, allow_nan=False))
+
+
+FORMATS: dict[str, Callable[[BenchPlan], _Table]] = {"md": _Markdown, "csv": _Csv, "json": _Json}
+
+
+def _csv_line(values: Any) -> str:
+    line = io.StringIO()
+    csv.writer(line, lineterminator="").writerow(values)
+    return line.getvalue()
+
+
+def _count_params(n: int) -> str:
+    return f"{n / 1e9:.2f} B" if n >= 1_000_000_000 else f"{n / 1e6:.2f} M"
