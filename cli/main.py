@@ -25,9 +25,10 @@ COMMANDS = {
     "bench": ("cli.bench", "bench"),
     "doctor": ("cli.doctor", "doctor"),
     "sweep": ("cli.sweep", "sweep"),
+    "soak": ("cli.soak", "soak"),
 }
 #: commands to come
-NOT_BUILT = ("golden", "soak", "drill", "report", "explain", "serve")
+NOT_BUILT = ("golden", "drill", "report", "explain", "serve")
 
 
 class Commands(click.Group):

@@ -26,9 +26,9 @@ batch_options = together(
            help="Most tokens of a decode (2048)."),
     option("-ub", "--ubatch-size", "n_ubatch", type=int, default=512, metavar="N", help="Most tokens of a pass (512)."),
     option("-ctk", "--cache-type-k", "cache_type_k", default="f16", metavar="TYPE",
-           help="Keys in the cache: f32, f16, bf16 or q8_0 (f16)."),
+           help="Keys: f32, f16 (default), bf16, q8_0."),
     option("-ctv", "--cache-type-v", "cache_type_v", default="f16", metavar="TYPE",
-           help="Values in the cache, as of keys (f16)."),
+           help="Values: like keys."),
 )  # fmt: skip
 context_options = together(
     option("-c", "--ctx-size", "n_ctx", type=int, default=0, metavar="N", help="Context length; 0: the model's own."),

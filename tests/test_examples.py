@@ -18,6 +18,7 @@ LINES = re.findall(
 SHOWS = {
     "generate.py": ["bit-identical: True", "0 findings"],
     "overflow.py": ["MEM002 canary right of a buffer damaged: 4 bytes, y of example, kernel scale"],
+    "slots.py": ["4 of 4 completed", "'def fib(n):': bits as alone: True", "0 findings"],
     "out_of_memory.py": ["Compute error.", "(the same tokens)", "0 findings", "smallest limit that works"],
 }
 

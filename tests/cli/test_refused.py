@@ -57,7 +57,6 @@ def test_several_sequences_are_refused(generate, one_line):
 @pytest.mark.parametrize(
     ("args", "seen"),
     [
-        (["--spec-type", "draft-mtp"], "spec_type='draft-mtp'"),
         (["--fast"], "fast=True"),
         (["--check", "trap"], "trap"),
         (["-dev", "cuda:0"], "cuda"),
