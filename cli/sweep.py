@@ -111,7 +111,7 @@ def sweep(
     from cli.display import display  # noqa: PLC0415 - --help does without what it takes to run
     from instrumentation.faults import KINDS  # noqa: PLC0415
     from refengine.models import resolve_model  # noqa: PLC0415
-    from refengine.sweep import MODES, Sweep, Workload, reference  # noqa: PLC0415
+    from refengine.sweep import MODES, Sweep, Workload  # noqa: PLC0415
 
     kinds = KINDS if sites.strip() == "all" else _chosen("--sites", sites, KINDS)
     log = (settings.verbosity, settings.log_format) if settings.verbosity > 0 else None
@@ -121,7 +121,7 @@ def sweep(
     )  # fmt: skip
     quiet = settings.verbosity < 0
     with display(quiet=quiet):
-        wanted = reference(planned.workload, kinds)
+        wanted = planned.reference()
     if not wanted.passed and not wanted.uncounted():
         raise BadInputError(f"--sites {sites}: the workload makes no such calls; give others, or all")
     runs = _finish(planned, wanted, jobs, Path(resume) if resume is not None else None, quiet=quiet)
@@ -245,6 +245,7 @@ def _as_json(
         "seed": planned.seed,
         "preemptions": wanted.preemptions,
         "verifications": wanted.verifications,
+        "reused": wanted.reused,
         "sites": len(wanted.passed),
         "calls": wanted.calls.total(),
         "runs": len(runs),

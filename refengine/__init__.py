@@ -13,11 +13,17 @@ from instrumentation.errors import Error, OutOfMemoryError
 if TYPE_CHECKING:
     from refengine.engine import Engine, load
     from refengine.generation import Generation
+    from refengine.request import Request
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Error", "Generation", "OutOfMemoryError", "__version__", "load"]
+__all__ = ["Engine", "Error", "Generation", "OutOfMemoryError", "Request", "__version__", "load"]
 
-_HOMES = {"Engine": "refengine.engine", "load": "refengine.engine", "Generation": "refengine.generation"}
+_HOMES = {
+    "Engine": "refengine.engine",
+    "load": "refengine.engine",
+    "Generation": "refengine.generation",
+    "Request": "refengine.request",
+}
 
 
 def __getattr__(name: str) -> Any:

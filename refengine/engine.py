@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
-import threading
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,15 +22,15 @@ from instrumentation.reports.text import render
 from refengine.batch import Batch
 from refengine.config import ModelConfig, check_tensors
 from refengine.context import Context
-from refengine.context_plan import MAX_OUTPUTS
 from refengine.errors import ContextSizeError, RequestError
 from refengine.gguf_file import GGUFFile
 from refengine.inspection import check_limit
 from refengine.models import resolve_model
 from refengine.options import EngineOptions
-from refengine.request import Ask, Request
+from refengine.request import Ask
 from refengine.sampling import Sampler, SamplingParams
 from refengine.scheduler import Scheduler
+from refengine.service import Service
 from refengine.speculative import MtpDrafter
 from refengine.tokenizer import Tokenizer
 from refengine.weights import Progress, WeightPlan, Weights
@@ -44,11 +42,10 @@ if TYPE_CHECKING:
 
     from instrumentation.faults import Faults
     from refengine.generation import Generation
+    from refengine.request import Request
 
 Prompt = str | bytes | Sequence[int]
 MODEL_OWNER = Owner("model")
-#: seconds after which who waits for another thread's work looks again
-_POLL = 0.05
 
 
 def load(
@@ -102,14 +99,6 @@ class Engine:
         template = gguf.metadata.get("tokenizer.chat_template")
         self.chat_template = template if isinstance(template, str) else None
         self._log = FindingLog(on_finding)
-        # Held for one step of the scheduler.
-        self._lock = threading.RLock()
-        self._numbers = itertools.count(1)
-        self._pump: threading.Thread | None = None
-        self._stepping = False
-        #: requests that were cancelled in the middle of a step
-        self._given_up: list[Request] = []
-        self._closed = False
         check_limit(gguf, options)
         with ExitStack() as undo:
             self.device = open_device(options.device, threads=options.threads)
@@ -131,8 +120,10 @@ class Engine:
                 )
                 undo.callback(self.weights.release)
             loader = self.device.create_stream(owner=MODEL_OWNER, name="load")
-            undo.callback(loader.destroy)
-            self.weights.load(loader, progress)
+            try:
+                self.weights.load(loader, progress)
+            finally:
+                loader.destroy()
             with interrupts.deferred():
                 self.context = Context(self.device, self.allocator, self.weights, plans[0])
                 undo.callback(self.context.release)
@@ -149,6 +140,7 @@ class Engine:
         if self.draft is not None and options.drafts is not None:
             self._drafter = MtpDrafter(self.draft, self.context, options.drafts)
         self.scheduler = Scheduler(self.context, self._drafter, options.n_draft)
+        self._service = Service(self.scheduler, self.tokenizer)
         self.load_seconds = time.perf_counter() - started
 
     # --- teacher forced
@@ -207,10 +199,7 @@ class Engine:
 
         What it computes is sequence 0, which is forgotten at the end. Other threads wait meanwhile.
         """
-        with self._lock:
-            self._require_open()
-            with interrupts.deferred():
-                self.scheduler.clear()
+        with self._service.exclusive():
             try:
                 yield self.context
             finally:
@@ -238,13 +227,10 @@ class Engine:
         thread works on it: it goes on while someone waits for a request or calls ``drive``, which makes a run of one
         thread repeatable step by step.
         """
-        request = self._queued(prompt, n_predict, ignore_eos, return_logits, parse_special, sampling)
-        if not background:
-            return request
-        with self._lock:
-            if self._pump is None:
-                self._pump = threading.Thread(target=self._run_pump, name="refengine", daemon=True)
-                self._pump.start()
+        ask = self._ask(prompt, n_predict, ignore_eos, return_logits, parse_special, sampling)
+        request = self._service.queue(ask)
+        if background:
+            self._service.start_pump()
         return request
 
     def generate(
@@ -258,7 +244,8 @@ class Engine:
         **sampling: Any,
     ) -> Generation:
         """Generate to the end and return everything; ``sampling`` are the fields of ``SamplingParams``."""
-        request = self._queued(prompt, n_predict, ignore_eos, return_logits, parse_special, sampling)
+        ask = self._ask(prompt, n_predict, ignore_eos, return_logits, parse_special, sampling)
+        request = self._service.queue(ask)
         try:
             return request.result()
         finally:
@@ -278,7 +265,7 @@ class Engine:
         ask = self._ask(prompt, n_predict, ignore_eos, False, parse_special, sampling)
 
         def pieces() -> Generator[str, None, None]:
-            request = self._queue(ask)
+            request = self._service.queue(ask)
             yield from request.pieces()
             if on_end is not None:
                 on_end(request.generation())
@@ -287,61 +274,11 @@ class Engine:
 
     def drive(self, timeout: float | None = None) -> None:
         """Do one step of the work that is queued, or wait while another thread does, up to ``timeout`` seconds."""
-        if not self._lock.acquire(timeout=_POLL if timeout is None else min(timeout, _POLL)):
-            return
-        try:
-            self._require_open()
-            self._step()
-        finally:
-            self._lock.release()
-
-    def _step(self) -> None:
-        """One step of the scheduler; the lock is held."""
-        with interrupts.deferred():
-            self._stepping = True
-            try:
-                self.scheduler.step()
-            finally:
-                self._stepping = False
-                while self._given_up:
-                    self.scheduler.cancel(self._given_up.pop())
-
-    def cancel(self, request: Request) -> None:
-        """End a request and give its memory back; does nothing when it has ended."""
-        with self._lock, interrupts.deferred():
-            if self._stepping:
-                # A stream that nobody holds any more is closed by the garbage collector, at any time.
-                self._given_up.append(request)
-            else:
-                self.scheduler.cancel(request)
+        self._service.drive(timeout)
 
     def drop_prefixes(self) -> None:
         """Forget the tokens that slots keep of ended requests, for those that begin with them."""
-        with self._lock, interrupts.deferred():
-            self.scheduler.drop_prefixes()
-
-    def _run_pump(self) -> None:
-        """Work until nothing is queued: what was submitted goes on while nobody waits for it."""
-        while True:
-            with self._lock:
-                if self._closed or self.scheduler.is_idle:
-                    self._pump = None
-                    return
-                try:
-                    self._step()
-                except Exception as error:  # noqa: BLE001 - whoever waits for a request is told
-                    self.scheduler.fail_all(error)
-
-    def _queued(
-        self,
-        prompt: Prompt,
-        n_predict: int,
-        ignore_eos: bool,
-        return_logits: bool,
-        parse_special: bool,
-        sampling: dict[str, Any],
-    ) -> Request:
-        return self._queue(self._ask(prompt, n_predict, ignore_eos, return_logits, parse_special, sampling))
+        self._service.drop_prefixes()
 
     def _ask(
         self,
@@ -359,13 +296,6 @@ class Engine:
             self._check_tokens(prompt), n_predict, ignore_eos, return_logits, sampler, self.settings.n_ctx
         )
 
-    def _queue(self, ask: Ask) -> Request:
-        with self._lock, interrupts.deferred():
-            self._require_open()
-            request = Request(next(self._numbers), ask, self.tokenizer, self)
-            self.scheduler.submit(request)
-        return request
-
     # --- findings and end
 
     @property
@@ -375,7 +305,7 @@ class Engine:
 
     def check_integrity(self) -> list[Finding]:
         """Verify guard bytes, quarantine and books now; returns what is new and keeps it in ``findings``."""
-        with self._lock:
+        with self._service.lock:
             self.context.check_integrity()
             if self.draft is not None:
                 self.draft.check_integrity()
@@ -383,15 +313,13 @@ class Engine:
             return self.allocator.check_integrity()
 
     def close(self) -> None:
-        """Give everything back. Raises ``FindingError`` when memory leaked and the level is not ``off``."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            with interrupts.deferred():
-                self.scheduler.fail_all(RequestError("the engine is closed; load the model again"))
-                self._undo.close()
-            leaks = self._log.of("MEM006")
+        """Give everything back; requests that have not ended fail.
+
+        Raises ``FindingError`` when memory leaked and the level is not ``off``.
+        """
+        if not self._service.close(self._undo.close):
+            return
+        leaks = self._log.of("MEM006")
         if leaks and self.level > Level.OFF:
             raise FindingError("\n\n".join(render(finding) for finding in leaks))
 
@@ -426,10 +354,6 @@ class Engine:
             )
         return ids
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise RequestError("the engine is closed; load the model again")
-
 
 def _sampling_params(given: dict[str, Any]) -> SamplingParams:
     known = set(SamplingParams.__dataclass_fields__)
@@ -439,4 +363,4 @@ def _sampling_params(given: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**given)
 
 
-__all__ = ["MAX_OUTPUTS", "Engine", "Request", "load"]
+__all__ = ["Engine", "load"]

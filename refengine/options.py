@@ -110,8 +110,14 @@ class EngineOptions:
 
     @property
     def n_draft(self) -> int:
-        """Most drafts that are verified together: ``draft_n_max``, or what a pass can take behind their token."""
-        return min(self.draft_n_max, self.n_batch - 1, self.n_ubatch - 1) if self.spec_type != "none" else 0
+        """Most drafts that are verified together: ``draft_n_max``, or what a pass can take behind their token.
+
+        The last tokens of a prompt are as many and stay together, too: with several slots one token more fits a batch,
+        so that they go beside a request that generates.
+        """
+        if self.spec_type == "none":
+            return 0
+        return max(0, min(self.draft_n_max, self.n_batch - min(self.n_slots, 2), self.n_ubatch - 1))
 
     def context_settings(self, config: ModelConfig) -> ContextSettings:
         """Sizes of the target context for a model."""

@@ -116,9 +116,12 @@ class Request:
         """Text as it comes, never half a character. Raises what the request failed with; closing it cancels."""
         try:
             while True:
+                ended = (
+                    self.ended
+                )  # before the pieces are looked at: another thread may add the last one and end it
                 while self._pieces:
                     yield self._pieces.popleft()
-                if self.ended:
+                if ended:
                     break
                 self._driver.drive(None)
             self.generation()
@@ -193,12 +196,6 @@ class Request:
     def give_up(self) -> None:
         """End it because nobody wants it any more."""
         self.status = "cancelled"
-
-    def book_draft(self, generated: int, accepted: int) -> DraftStatistics:
-        """Count a verification; returns it."""
-        verified = DraftStatistics(1, generated, accepted)
-        self.draft += verified
-        return verified
 
     def _reason_to_end(self, token: int, position: int) -> FinishReason | None:
         if token in self._eos_ids and not self.ask.ignore_eos:

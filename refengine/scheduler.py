@@ -261,9 +261,9 @@ class Scheduler:
         budget = n_batch = self.context.settings.n_batch
         blocks = []
         for slot in sorted(running, key=lambda s: (s is not running[0], s.used)):
-            n = self._whole(slot, min(budget, max(1, n_batch // len(running))))
-            if slot is running[0]:
-                n = n or self._whole(slot, budget)
+            # A tail that is larger than a share is taken whole, if only by who waited longest: it would wait for good.
+            share = min(budget, max(1, n_batch // len(running)))
+            n = self._whole(slot, share) or self._whole(slot, budget)
             if n:
                 blocks.append(Block(slot, n))
                 budget -= n
@@ -400,15 +400,19 @@ class Scheduler:
     def _choose(self, block: Block, logits: npt.NDArray[np.float32]) -> int:
         """Take tokens while drafts are what the target says; returns how many rows of the block stay."""
         request, drafts = block.request, block.drafts
+        before = request.draft
         accepted = 0
         for i, row in enumerate(logits):
+            if drafts:
+                # Counted before the token that may end the request: who waits in another thread sees the end at once.
+                request.draft = before + DraftStatistics(1, len(drafts), accepted)
             token = request.take(row)
             self.statistics.generated_tokens += 1
             if request.ended or i == len(drafts) or token != drafts[i]:
                 break
             accepted += 1
         if drafts:
-            self.statistics.draft += request.book_draft(len(drafts), accepted)
+            self.statistics.draft += DraftStatistics(1, len(drafts), accepted)
         return block.n_known + accepted
 
     def _finish(self, slot: Slot, request: Request, before: int, row: int, n_kept: int) -> list[Feed]:
@@ -418,9 +422,9 @@ class Scheduler:
         keep = before + n_kept
         if keep < len(slot.held):
             if not self.context.truncate(slot.number, keep):
-                # A state that cannot go back exactly is computed again.
-                log.info("rollback refused, computing again", request=request.number, tokens=keep)
-                self.statistics.recomputed_tokens += keep
+                # A state that cannot go back exactly is computed again, if anybody needs it.
+                log.info("rollback refused", request=request.number, tokens=keep)
+                self.statistics.recomputed_tokens += 0 if request.ended else keep
                 self._forget(slot)
                 return []
             del slot.held[keep:]

@@ -126,9 +126,9 @@ class MtpDrafter:
 
     def feed(self, feeds: Sequence[Feed]) -> None:
         """See ``Drafter.feed``. A sequence whose earlier feed failed is left alone until it starts anew."""
-        known = [feed for feed in feeds if self.context.length(feed.sequence) == feed.start]
-        for feed in known:
+        for feed in feeds:
             self._progress.pop(feed.sequence, None)
+        known = [feed for feed in feeds if self.context.length(feed.sequence) == feed.start]
         if known:
             self._feed(known)
 
@@ -172,6 +172,14 @@ class MtpDrafter:
                 growing.append(s)
         lengths = {s: self.context.length(s) for s in growing}
         growing = [s for s in growing if wanted[s] > 1]
+        try:
+            self._grow(growing, wanted)
+        finally:
+            for s, length in lengths.items():
+                self.context.truncate(s, length)
+
+    def _grow(self, growing: list[int], wanted: Mapping[int, int]) -> None:
+        """Add a draft to each sequence at a time, until it has what is wanted or is not sure any more."""
         while growing:
             status = self._decode(self._chain_rows(growing))
             if status != DecodeStatus.OK:
@@ -183,8 +191,6 @@ class MtpDrafter:
                     drafts.append(guess.token)
                 if not self._is_sure(guess) or len(drafts) >= wanted[s]:
                     growing.remove(s)
-        for s, length in lengths.items():
-            self.context.truncate(s, length)
 
     def _is_sure(self, guess: Guess) -> bool:
         return guess.probability >= self.settings.p_min  # not when it is NaN

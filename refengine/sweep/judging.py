@@ -82,6 +82,8 @@ class Reference:
     preemptions: int = 0
     #: decodes that verified drafts
     verifications: int = 0
+    #: prompt tokens that a slot held already
+    reused: int = 0
 
     @property
     def sites(self) -> Counter[FaultKind]:
@@ -133,7 +135,7 @@ def reference(workload: Workload, kinds: tuple[FaultKind, ...] = KINDS) -> Refer
         ask(number)
     answers = tuple(step.answers for step in steps)
     statistics = engine.scheduler.statistics
-    preemptions, verifications = statistics.preemptions, statistics.draft.blocks
+    seen = statistics.preemptions, statistics.draft.blocks, statistics.reused_tokens
     script.disturb(on=False)
     for number in script.rounds:
         ask(number)
@@ -150,7 +152,7 @@ def reference(workload: Workload, kinds: tuple[FaultKind, ...] = KINDS) -> Refer
         raise SweepError(f"the undisturbed run went wrong: {'; '.join(wrong)}")
     calls = Counter({kind: script.device.calls[kind] for kind in kinds})
     usual = tuple(books[: 1 + len(answers)])
-    return Reference(answers, tuple(recorder.passed), calls, usual, books[-1], preemptions, verifications)
+    return Reference(answers, tuple(recorder.passed), calls, usual, books[-1], *seen)
 
 
 def disturbed(

@@ -18,7 +18,7 @@ import structlog
 import refengine
 from instrumentation.errors import BadInputError
 from refengine import logs
-from refengine.sweep.judging import MODES, OUTCOMES, Mode, Reference, Run, SweepError, disturbed
+from refengine.sweep.judging import MODES, OUTCOMES, Mode, Reference, Run, SweepError, disturbed, reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -54,6 +54,11 @@ class Sweep:
         sites = len(wanted.passed)
         counts = {"nth": sites, "from": sites, "random": self.random_runs if sites else 0}
         return [(mode, number) for mode in self.modes for number in range(1, counts[mode] + 1)]
+
+    def reference(self) -> Reference:
+        """The undisturbed run; see ``refengine.sweep.reference``. What the engine logs of it is as in ``run``."""
+        with _log_lines(self.log):
+            return reference(self.workload, self.kinds)
 
     def run(self, wanted: Reference, key: Key) -> Run:
         """One run. The engine logs each failure, which here are all on purpose: see ``log``."""

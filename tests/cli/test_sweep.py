@@ -123,7 +123,9 @@ def test_slots_and_drafts_are_swept_and_counted(run):
         "2",
     )
     result = run("sweep", *args, "--spec-type", "draft-mtp")
-    assert (result.exit_code, table(result.stdout)[0]["event"]["identical"]) == (0, 3)
+    # Nor is it shown that the engine runs out of cells.
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert table(result.stdout)[0]["event"]["identical"] == 3
     assert table(result.stdout)[1][0] == (
         "undisturbed, requests were preempted 1 times and drafts verified 8 times"
     )

@@ -384,7 +384,7 @@ def test_overrides_reach_the_model():
 def test_requests_without_background_go_on_while_somebody_waits_for_one(engine):
     asked = {"background": False, "n_predict": 2, "temperature": 0, "ignore_eos": True}
     first, second = (engine.submit(TOKENS[i : i + 5], **asked) for i in range(2))
-    assert engine._pump is None
+    assert engine._service.pump is None
     assert (first.status, second.status) == ("queued", "queued")
     assert len(first.result().tokens) == 2
     assert (first.status, second.status) == ("done", "queued")

@@ -92,7 +92,7 @@ def sweep_all(work, kinds, modes=MODES, sample=None):
     """The reference and every run, or a sample of them, none of which misbehaved."""
     found = reference(work, kinds)
     assert found.uncounted() == []
-    sweep = Sweep(work, kinds, modes, random_runs=10)
+    sweep = Sweep(work, kinds, modes, random_runs=5)
     keys = sweep.keys(found)
     if sample is not None:
         keys = random.Random(1).sample(keys, sample)
@@ -121,16 +121,15 @@ def test_every_reservation_of_every_architecture_in_every_mode(architecture):
     assert Counter(run.mode for run in runs) == {
         "nth": len(found.passed),
         "from": len(found.passed),
-        "random": 10,
+        "random": 5,
     }
     assert {run.outcome for run in runs} == {"load failed", "request failed"}
 
 
-def test_every_call_fails_once(llama, wanted):
-    found, runs = sweep_all(llama, KINDS, ("nth",))
-    assert found == wanted
-    assert len(runs) == found.calls.total() > 400
-    assert found.calls == {"reserve": 11, "copy": 169, "launch": 285, "event": 0, "graph": 18}
+def test_every_call_fails_once():
+    found, runs = sweep_all(workload(n_predict=2, n_batch=8, n_ubatch=4), KINDS, ("nth",))
+    assert len(runs) == found.calls.total() > 350
+    assert found.calls == {"reserve": 10, "copy": 148, "launch": 213, "event": 0, "graph": 13}
     assert all(run.fired == 1 for run in runs)
     assert {run.outcome for run in runs} == {"load failed", "request failed"}
 
@@ -141,7 +140,7 @@ def test_every_call_fails_once(llama, wanted):
     ids=["no graphs", "growing", "off", "small batches"],
 )
 def test_calls_of_other_options(options):
-    found, _runs = sweep_all(workload(**options), KINDS, sample=25)
+    found, _runs = sweep_all(workload(**options), KINDS, sample=20)
     assert (found.calls["graph"] == 0) == (options == {"cuda_graphs": False})
 
 
@@ -153,7 +152,7 @@ def test_reservations_that_replace_a_smaller_arena():
 
 
 def test_random_runs_fail_something_and_get_as_far_as_requests(llama, wanted):
-    runs = [disturbed(llama, wanted, "random", number, KINDS, seed=3) for number in range(1, 21)]
+    runs = [disturbed(llama, wanted, "random", number, KINDS, seed=3) for number in range(1, 16)]
     assert [run for run in runs if run.wrong] == []
     assert min(run.fired for run in runs) >= 1
     assert max(run.fired for run in runs) > 1
@@ -587,6 +586,7 @@ def test_prompts_fit_any_model(llama):
     (long, again), (short,) = llama.rounds
     assert len(long) > SMALL["n_ubatch"] > len(short) >= 1
     assert again[:-1] == long
+    assert reference(llama).reused == len(long)
     assert max(again) < 320
     assert lengths(workload(n_ctx=32, n_ubatch=1)) == [[2, 3], [1]]
     assert lengths(workload(n_batch=8)) == [[13, 14], [3]]
