@@ -44,10 +44,14 @@ def repair(memory: DeviceMemory, damage: Iterable[Damage]) -> None:
 
 def canary_findings(heap: Heap, buffers: Iterable[Buffer]) -> tuple[list[Finding], list[Damage]]:
     """MEM001 and MEM002 of live buffers, and the damage to repair once every one of them was looked at."""
+    pairs = [
+        (buffer, region) for buffer in buffers for region in block_regions(heap, buffer.arena, buffer.block)
+    ]
+    # One question for all of them: on a GPU each costs a wait.
+    damaged = heap.memory.mismatches([region for _, region in pairs])
     found = [
         (buffer, damage)
-        for buffer in buffers
-        for region in block_regions(heap, buffer.arena, buffer.block)
+        for buffer, region in (pairs[i] for i in damaged)
         if (damage := find_damage(heap.memory, region)) is not None
     ]
     findings = [canary_finding(heap, buffer, damage) for buffer, damage in found]

@@ -76,7 +76,7 @@ def bytes_per_token(plan: ContextPlan, weights: Weights, n_tokens: int) -> Token
     recurrent states once in and once out. All as they lie in the device's memory, each taken from it once.
     """
     assert n_tokens >= 1, n_tokens
-    graph = plan.graph(BatchShape(1, 1, plan.settings.n_spans(n_tokens)))
+    graph = plan.model_graph(BatchShape(1, 1, plan.settings.n_spans(n_tokens)))
     seen = (n_tokens + 1) / 2
     read = 0
     cache = 0.0

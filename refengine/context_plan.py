@@ -10,6 +10,7 @@ from instrumentation.ownership import Owner
 from instrumentation.reservation import BufferRequest
 from refengine.architectures import BUILDERS, DRAFT_BUILDERS
 from refengine.batch import MicroBatchLimits
+from refengine.fusion import fused
 from refengine.graph import BatchShape, ContextShape
 from refengine.kernels.attention import SPAN
 from refengine.kernels.kv_types import PAGE
@@ -48,6 +49,8 @@ class ContextSettings:
     hands_over: bool = False
     #: reserve compute memory for the largest batch at load; otherwise it grows with what is computed
     worst_case_reserve: bool = True
+    #: join operations into larger kernels, which changes no bit of what is computed; without, each tensor is there
+    fuse: bool = True
 
     def __post_init__(self) -> None:
         assert min(self.n_ctx, self.n_batch, self.n_ubatch, self.n_sequences) >= 1, self
@@ -167,7 +170,12 @@ class ContextPlan:
         return [BufferRequest(nbytes=nbytes, owner=self.owner, name=name)]
 
     def graph(self, shape: BatchShape) -> Graph:
-        """The model's graph for one batch shape."""
+        """The graph that is run for one batch shape."""
+        graph = self.model_graph(shape)
+        return fused(graph) if self.settings.fuse else graph
+
+    def model_graph(self, shape: BatchShape) -> Graph:
+        """The model's graph for one batch shape, in elementary operations."""
         settings = self.settings
         context = ContextShape(settings.n_sequences, settings.n_pages, settings.n_hidden, settings.n_rs_seq)
         build = BUILDERS if self.role == "target" else DRAFT_BUILDERS

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from refengine.kernels import elementwise, experts, gates, hidden
-from refengine.kernels.attention import attention, attention_merge, store_kv
+from refengine.kernels.attention import attention, attention_merge, attention_whole, store_kv
 from refengine.kernels.elementwise import SPAN
 from refengine.kernels.gated_delta import columns_per_block, gated_delta
 from refengine.kernels.mul_mat import TILE, get_rows, mul_mat
 from refengine.kernels.norm import rms_norm
+from refengine.kernels.products import mul_mat_add, mul_mat_swiglu, mul_mats
 from refengine.kernels.rope import Pairing, rope
+from refengine.kernels.rope_store import rope_store
 from refengine.kernels.short_conv import short_conv
 
 if TYPE_CHECKING:
@@ -71,11 +73,44 @@ def _get_rows(o: Operands) -> Call:
     return Call(get_rows(matrix.type), rows.shape[0], {**matrix.arguments, "rows": rows, "y": o.y})
 
 
+def _tiles(x: View) -> tuple[int, int]:
+    """Rows of x that one block of a product takes, and how many blocks take them all."""
+    tile = 1 if x.shape[0] == 1 else TILE
+    return tile, _ceil(x.shape[0], tile)
+
+
 def _mul_mat(o: Operands) -> Call:
     matrix, x = o.matrices["weight"], o.tensors["x"]
-    tile = 1 if x.shape[0] == 1 else TILE
-    grid = (matrix.n_out, _ceil(x.shape[0], tile))
-    return Call(mul_mat(matrix.type, tile), grid, {**matrix.arguments, "x": x, "y": o.y})
+    tile, n_tiles = _tiles(x)
+    arguments: dict[str, Argument] = {**matrix.arguments, "x": x, "y": o.y}
+    return Call(mul_mat(matrix.type, tile), (matrix.n_out, n_tiles), arguments)
+
+
+def _mul_mat_add(o: Operands) -> Call:
+    matrix, x = o.matrices["weight"], o.tensors["x"]
+    tile, n_tiles = _tiles(x)
+    arguments: dict[str, Argument] = {**matrix.arguments, "x": x, "r": o.tensors["r"], "y": o.y}
+    return Call(mul_mat_add(matrix.type, tile), (matrix.n_out, n_tiles), arguments)
+
+
+def _mul_mat_swiglu(o: Operands) -> Call:
+    gate, up, x = o.matrices["gate"], o.matrices["up"], o.tensors["x"]
+    tile, n_tiles = _tiles(x)
+    arguments: dict[str, Argument] = {"x": x, "y": o.y}
+    for part, matrix in (("gate", gate), ("up", up)):
+        arguments |= {f"{part}_{name}": view for name, view in matrix.arguments.items()}
+    return Call(mul_mat_swiglu((gate.type, up.type), tile), (gate.n_out, n_tiles), arguments)
+
+
+def _mul_mats(o: Operands) -> Call:
+    matrices, x = list(o.matrices.values()), o.tensors["x"]
+    tile, n_tiles = _tiles(x)
+    arguments: dict[str, Argument] = {"x": x, "y_0": o.y}
+    for i, matrix in enumerate(matrices):
+        arguments |= {f"{name}_{i}": view for name, view in matrix.arguments.items()}
+    arguments |= {role: view for role, view in o.tensors.items() if role != "x"}
+    types = tuple(matrix.type for matrix in matrices)
+    return Call(mul_mats(types, tile), (sum(matrix.n_out for matrix in matrices), n_tiles), arguments)
 
 
 def _rms_norm(o: Operands) -> Call:
@@ -96,15 +131,18 @@ def _heads(view: View, n_head: int) -> View:
     return view.reshape((view.shape[0], n_head, view.shape[1] // n_head))
 
 
+def _pairing(o: Operands) -> Pairing:
+    return "neox" if o.settings["pairing"] == "neox" else "norm"
+
+
 def _rope(o: Operands) -> Call:
     n_head = int(o.settings["n_head"])
-    pairing: Pairing = "neox" if o.settings["pairing"] == "neox" else "norm"
     cosine, sine = o.rotary
     x = _heads(o.tensors["x"], n_head)
     arguments: dict[str, Argument] = {
         "x": x, "position": o.tensors["position"], "cosine": cosine, "sine": sine, "y": _heads(o.y, n_head),
     }  # fmt: skip
-    return Call(rope(pairing), (n_head, x.shape[0]), arguments)
+    return Call(rope(_pairing(o)), (n_head, x.shape[0]), arguments)
 
 
 def _store_kv(o: Operands) -> Call:
@@ -116,6 +154,24 @@ def _store_kv(o: Operands) -> Call:
         "k": k, "v": v, "cell": o.tensors["cell"], "k_cache": k_cache, "v_cache": v_cache,
     }  # fmt: skip
     return Call(store_kv(*o.cache_types), (n_head_kv, k.shape[0]), arguments)
+
+
+def _rope_store(o: Operands) -> Call:
+    assert o.cache is not None
+    k_cache, v_cache = o.cache
+    cosine, sine = o.rotary
+    n_head, n_head_kv = int(o.settings["n_head"]), k_cache.shape[1]
+    q, y = _heads(o.tensors["q"], n_head), _heads(o.y, n_head)
+    k, v = _heads(o.tensors["k"], n_head_kv), _heads(o.tensors["v"], n_head_kv)
+    # Without norms there are no weights, and any vector will do.
+    vectors = o.vectors or {"q": _flat(cosine), "k": _flat(cosine)}
+    arguments: dict[str, Argument] = {
+        "q": q, "k": k, "v": v, "weight_q": vectors["q"], "weight_k": vectors["k"],
+        "position": o.tensors["position"], "cosine": cosine, "sine": sine, "cell": o.tensors["cell"], "y": y,
+        "k_cache": k_cache, "v_cache": v_cache, "eps": float(o.settings.get("eps", 0)),
+    }  # fmt: skip
+    made = rope_store(_pairing(o), *o.cache_types, norms=bool(o.vectors))
+    return Call(made, (n_head + n_head_kv, v.shape[0]), arguments)
 
 
 def _attention(o: Operands) -> Call:
@@ -139,6 +195,21 @@ def _attention_merge(o: Operands) -> Call:
         "partial": partial, "position": o.tensors["position"], "out": out, "scale": float(o.settings["scale"]),
     }  # fmt: skip
     return Call(attention_merge(out.shape[2]), (n_head, n_tokens), arguments)
+
+
+def _attention_whole(o: Operands) -> Call:
+    assert o.cache is not None
+    k_cache, v_cache = o.cache
+    n_head = int(o.settings["n_head"])
+    q = _heads(o.tensors["q"], n_head)
+    gated = "q_gate" in o.tensors
+    gate = _heads(o.tensors["q_gate"], n_head) if gated else q
+    arguments: dict[str, Argument] = {
+        "q": q, "k_cache": k_cache, "v_cache": v_cache, "pages": o.tensors["pages"],
+        "sequence": o.tensors["sequence"], "position": o.tensors["position"], "q_gate": gate,
+        "y": o.y.reshape((*q.shape[:2], 1, q.shape[2])), "scale": float(o.settings["scale"]),
+    }  # fmt: skip
+    return Call(attention_whole(*o.cache_types, q.shape[2], gated=gated), q.shape[1::-1], arguments)
 
 
 def _flat(view: View) -> View:
@@ -270,6 +341,7 @@ OPS: dict[str, Callable[[Operands], Call]] = {
     "add": _add,
     "attention": _attention,
     "attention_merge": _attention_merge,
+    "attention_whole": _attention_whole,
     "combine_experts": _combine_experts,
     "concat_rows": _concat_rows,
     "delta_gates": _delta_gates,
@@ -278,11 +350,15 @@ OPS: dict[str, Callable[[Operands], Call]] = {
     "gather_hidden": _gather_hidden,
     "get_rows": _get_rows,
     "mul_mat": _mul_mat,
+    "mul_mat_add": _mul_mat_add,
     "mul_mat_experts": _mul_mat_experts,
+    "mul_mat_swiglu": _mul_mat_swiglu,
+    "mul_mats": _mul_mats,
     "output_gate": _output_gate,
     "query_norm": _query_norm,
     "rms_norm": _rms_norm,
     "rope": _rope,
+    "rope_store": _rope_store,
     "route": _route,
     "scatter_rows": _scatter_rows,
     "select_rows": _select_rows,

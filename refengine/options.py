@@ -17,7 +17,7 @@ from refengine.kernels.kv_types import PAGE, check_cache_type, check_head_dim
 from refengine.speculative import DraftSettings
 
 if TYPE_CHECKING:
-    from instrumentation.devices.host import HostDevice
+    from instrumentation.devices.base import Device
     from refengine.config import ModelConfig
 
 _RANGES = {
@@ -42,7 +42,7 @@ class EngineOptions:
     """
 
     #: a name, or an open device
-    device: str | HostDevice = "auto"
+    device: str | Device = "auto"
     check: str = "off"
     n_ctx: int = 0
     n_batch: int = 2048

@@ -1,26 +1,55 @@
-"""Devices: one interface (``base``), implemented by the host."""
+"""Devices: one interface (``base``), two kinds: ``host`` and ``cuda``."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from instrumentation.errors import BadInputError
+import structlog
+
+from instrumentation.errors import BadInputError, Error
 
 if TYPE_CHECKING:
-    from instrumentation.devices.host import HostDevice
+    from instrumentation.devices.base import Device
+
+_log = structlog.get_logger(__name__)
 
 
-def open_device(name: str | HostDevice = "auto", *, threads: int | None = None) -> HostDevice:
-    """Device of a name: ``host``, or ``auto`` for the best there is; an open device is returned as it is.
+def open_device(name: str | Device = "auto", *, threads: int | None = None) -> Device:
+    """Device of a name: ``host``, ``cuda``, ``cuda:N``; ``auto`` is ``cuda`` where a GPU can be used, else ``host``.
 
-    Raises ``BadInputError``.
+    An open device is returned as it is. ``threads`` are the host's. Raises ``BadInputError``; ``DeviceError`` or
+    ``OutOfMemoryError`` for a GPU that is there and cannot be used.
     """
     if not isinstance(name, str):
         return name
-    if name in ("auto", "host"):
-        from instrumentation.devices.host import HostDevice  # noqa: PLC0415
+    if name == "auto":
+        return _best_device(threads)
+    if name == "host":
+        return _open_host(threads)
+    kind, colon, number = name.partition(":")
+    if kind != "cuda" or (colon and not (number.isascii() and number.isdigit())):
+        raise BadInputError(f"device {name!r} is unknown; use auto, host, cuda or cuda:N")
+    return _open_cuda(int(number or 0))
 
-        return HostDevice(threads)
-    if name == "cuda" or name.startswith("cuda:"):
-        raise BadInputError(f"device {name}: CUDA devices are not built yet; use host")
-    raise BadInputError(f"device {name!r} is unknown; use auto or host")
+
+def _open_host(threads: int | None) -> Device:
+    from instrumentation.devices.host import HostDevice  # noqa: PLC0415
+
+    return HostDevice(threads)
+
+
+def _open_cuda(ordinal: int) -> Device:
+    from instrumentation.devices.cuda import CudaDevice  # noqa: PLC0415
+
+    return CudaDevice(ordinal)
+
+
+def _best_device(threads: int | None) -> Device:
+    from instrumentation.devices.cuda_driver import has_driver  # noqa: PLC0415
+
+    if has_driver():
+        try:
+            return _open_cuda(0)
+        except Error as error:
+            _log.warning("the GPU cannot be used, using the host", reason=str(error))
+    return _open_host(threads)

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
 
+    from instrumentation.allocator import Allocator
     from instrumentation.devices.launch import Argument, Grid
+    from instrumentation.faults import Faults
     from instrumentation.kernel import Kernel
     from instrumentation.ownership import Owner
     from instrumentation.view import View
@@ -59,6 +61,10 @@ class DeviceMemory(Protocol):
 
     def first_mismatch(self, address: int, nbytes: int, value: int) -> int:
         """Offset of the first byte that is not ``value``; -1 when all are."""
+        ...
+
+    def mismatches(self, regions: Sequence[tuple[int, int, int]]) -> list[int]:
+        """Indices of those of ``regions`` (address, nbytes, value) that hold another byte somewhere."""
         ...
 
 
@@ -153,6 +159,13 @@ class Stream(Protocol):
 
 class Device(DeviceMemory, Protocol):
     """One device: memory, streams, events. ``instrumentation.devices.host`` and ``.cuda`` are the two kinds."""
+
+    #: which calls fail on purpose
+    faults: Faults | None
+
+    def watch(self, allocator: Allocator) -> None:
+        """Check work against an allocator of this device, from level ``guard`` on."""
+        ...
 
     def create_stream(self, *, owner: Owner, name: str) -> Stream:
         """A new queue of ``owner``."""

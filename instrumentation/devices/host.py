@@ -8,37 +8,34 @@ native call.
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import numba
 
 from instrumentation.devices.host_memory import Bytes, HostMemory
 from instrumentation.devices.host_stream import HostEvent, HostStream
-from instrumentation.devices.monitor import AccessMonitor
+from instrumentation.devices.watched import WatchedDevice
 from instrumentation.errors import BadInputError
 from instrumentation.faults import pass_site
-from instrumentation.findings import Finding, capture_stack
-from instrumentation.levels import Level
-from instrumentation.reports.text import refused
 
 if TYPE_CHECKING:
-    from instrumentation.allocator import Allocator
-    from instrumentation.faults import Faults
-    from instrumentation.findings import FindingLog
     from instrumentation.ownership import Owner
 
 __all__ = ["HostDevice", "HostEvent", "HostStream"]
 
 
-class HostDevice(HostMemory):
+class HostDevice(HostMemory, WatchedDevice):
     """The CPU as a device.
 
     ``threads``: how many blocks run at a time; all cores unless given. After ``watch`` the device checks owners and
     liveness before each launch and copy, and canaries after each launch.
     """
 
+    kind = "host"
+
     def __init__(self, threads: int | None = None) -> None:
-        super().__init__()
+        HostMemory.__init__(self)
+        WatchedDevice.__init__(self)
         most = int(numba.config.NUMBA_NUM_THREADS)
         try:
             self.threads = most if threads is None else operator.index(threads)
@@ -47,20 +44,7 @@ class HostDevice(HostMemory):
         if not 1 <= self.threads <= most:
             raise BadInputError(f"threads is {threads!r}; give a whole number from 1 to {most}")
         self.streams: set[HostStream] = set()
-        #: whose canaries are compared; None below level ``guard``
-        self.allocator: Allocator | None = None
-        self.monitor: AccessMonitor | None = None
-        self.findings: FindingLog | None = None
-        #: which calls fail on purpose
-        self.faults: Faults | None = None
         self._retired: list[Bytes] = []
-
-    def watch(self, allocator: Allocator) -> None:
-        """Check work against an allocator of this device, from level ``guard`` on."""
-        self.findings = allocator.findings
-        if allocator.level >= Level.GUARD:
-            self.allocator = allocator
-            self.monitor = AccessMonitor(allocator.findings, self.name)
 
     def create_stream(self, *, owner: Owner, name: str) -> HostStream:
         """A new queue."""
@@ -92,17 +76,3 @@ class HostDevice(HostMemory):
     def describe(self) -> str:
         """One line for people."""
         return f"host: {self.threads} threads, {self.memory_info().total / 2**30:.1f} GiB"
-
-    def refuse(self, code: str, message: str, owner: Owner, stream: str | None = None) -> NoReturn:
-        """Report and raise a finding about a stream or event."""
-        finding = Finding(
-            code=code,
-            message=message,
-            stream=stream,
-            actor=owner.name,
-            device=self.name,
-            access=capture_stack(),
-        )
-        if self.findings is not None:
-            self.findings.append(finding)
-        raise refused(finding)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numba.core import types as nb
 
+from instrumentation.devices.captured import CapturedGraph
 from instrumentation.devices.host_driver import NO_RANGES, RECORD, run_launches
-from instrumentation.devices.monitor import Access, launch_accesses
+from instrumentation.devices.launch import number_bits
 from instrumentation.view import View
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from instrumentation.allocator import Allocator
     from instrumentation.devices.host_memory import HostMemory
     from instrumentation.devices.launch import Argument, Launch
+    from instrumentation.devices.watched import WatchedDevice
     from instrumentation.ownership import Owner
 
 #: bytes that a launch must touch before waking other threads pays
@@ -43,8 +44,7 @@ class PreparedLaunch:
 def _argument_slots(kind: Any, value: Argument) -> list[int]:
     if isinstance(value, View):
         return [value.address, *value.shape]
-    number = np.array([value], np.dtype(str(kind)) if isinstance(kind, nb.Number) else np.int64)
-    return [int.from_bytes(number.tobytes().ljust(8, b"\0"), "little", signed=True)]
+    return [number_bits(kind, value)]
 
 
 class Batch:
@@ -97,37 +97,9 @@ class Batch:
                 )
 
 
-class HostGraph:
+class HostGraph(CapturedGraph):
     """Captured launches of the host device."""
 
-    def __init__(self, name: str, batch: Batch) -> None:
-        self.name = name
+    def __init__(self, device: WatchedDevice, name: str, batch: Batch) -> None:
+        super().__init__(device, name, [prepared.launch for prepared in batch.launches])
         self.batch = batch
-        self.destroyed = False
-        accesses: dict[tuple[int, str], Access] = {}
-        for prepared in batch.launches:
-            for access in launch_accesses(prepared.launch):
-                accesses.setdefault((access.view.buffer.serial, access.mode), access)
-        #: one for each buffer and mode, checked anew at each replay
-        self.accesses = tuple(accesses.values())
-        self._buffers = {access.view.buffer for access in self.accesses}
-        for buffer in self._buffers:
-            buffer.pin(self._pin)
-
-    @property
-    def _pin(self) -> str:
-        return f"graph {self.name}"
-
-    @property
-    def launches(self) -> int:
-        """Number of captured launches."""
-        return len(self.batch.launches)
-
-    def destroy(self) -> None:
-        """Unpin the buffers."""
-        if not self.destroyed:
-            self.destroyed = True
-            for buffer in self._buffers:
-                # A buffer that its allocator took back at close has no pins left.
-                if not buffer.freed:
-                    buffer.unpin(self._pin)

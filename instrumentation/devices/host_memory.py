@@ -6,12 +6,16 @@ import ctypes
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from instrumentation.devices.base import MemoryInfo
 from instrumentation.errors import DeviceError, OutOfMemoryError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -73,6 +77,10 @@ class HostMemory:
             if wrong.size:
                 return start + int(wrong[0])
         return -1
+
+    def mismatches(self, regions: Sequence[tuple[int, int, int]]) -> list[int]:
+        """Indices of those of ``regions`` (address, nbytes, value) that hold another byte somewhere."""
+        return [i for i, region in enumerate(regions) if self.first_mismatch(*region) >= 0]
 
 
 def bytes_at(address: int, nbytes: int) -> Bytes:

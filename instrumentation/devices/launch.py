@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
+import struct
 from dataclasses import dataclass
 from math import isfinite, prod
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -70,6 +72,22 @@ def bind(kernel: Kernel, grid: Grid, arguments: Mapping[str, Argument]) -> Launc
     return launch
 
 
+@functools.cache
+def dtype_of(kind: Any) -> np.dtype[np.generic]:
+    """NumPy's type of a number's Numba type."""
+    return np.dtype(str(kind))
+
+
+def number_bits(kind: Any, value: float) -> int:
+    """A number's bits as its parameter type has them, in the low bytes of a signed 64-bit integer."""
+    if isinstance(kind, nb.Float):
+        packed = struct.pack("<f" if kind.bitwidth == 32 else "<d", value)
+        return int.from_bytes(packed.ljust(8, b"\0"), "little", signed=True)
+    width: int = getattr(kind, "bitwidth", 64)
+    bits = int(value) & ((1 << width) - 1)
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
 def _checked_grid(kernel: Kernel, grid: Grid) -> tuple[int, int, int]:
     try:
         given = tuple(operator.index(n) for n in (grid if isinstance(grid, tuple | list) else (grid,)))
@@ -88,7 +106,7 @@ def _check_array(kernel: Kernel, name: str, kind: Any, value: Argument) -> None:
     wanted = f"a view of {kind.dtype} with {kind.ndim} axes"
     if not isinstance(value, View):
         raise BadInputError(f"{kernel.name}: argument {name} is {type(value).__name__}; give {wanted}")
-    if str(value.dtype) != str(kind.dtype) or value.ndim != kind.ndim:
+    if value.dtype != dtype_of(kind.dtype) or value.ndim != kind.ndim:
         raise BadInputError(
             f"{kernel.name}: argument {name} is view {value.name} of {value.dtype} {value.shape}; give {wanted}"
         )

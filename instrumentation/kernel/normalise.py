@@ -17,7 +17,7 @@ import numpy as np
 from instrumentation.kernel.access import access_sets
 from instrumentation.kernel.dialect import array_declaration
 from instrumentation.kernel.dialect_expressions import constant
-from instrumentation.kernel.parse import NUMBER_TYPES, ParsedFunction
+from instrumentation.kernel.parse import NUMBER_TYPES, ParsedFunction, describe
 
 MAX_STATEMENTS = 20_000
 Node = TypeVar("Node", bound=ast.AST)
@@ -203,6 +203,8 @@ class _Normaliser:
     def inline(self, call: ast.Call, helper: ParsedFunction, before: list[ast.stmt]) -> ast.expr | None:
         """Append the body of ``helper``, its names made fresh and its arguments bound; returns its value."""
         parsed = self.parsed
+        # Its name goes with the call, and what it captured with its name.
+        parsed.constants.append(f"{helper.name}={describe(helper)}")
         names: dict[str, ast.expr] = {}
         for parameter, argument in zip(helper.parameters, call.args, strict=True):
             if parameter in helper.ranks or isinstance(argument, ast.Constant):

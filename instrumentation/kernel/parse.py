@@ -84,7 +84,7 @@ class ParsedFunction:
     #: axes of each parameter that is an array; in a device function 0 when only its extents are used
     ranks: dict[str, int]
     arrays: dict[str, LocalArray] = field(default_factory=dict)
-    #: its text, and the captured numbers in it
+    #: its text, and the captured numbers and inlined functions in it
     source: str = ""
     constants: list[str] = field(default_factory=list)
     description: str = ""

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 from numba import cuda, float32
 
-from instrumentation.kernel import Kernel, kernel
+from instrumentation.kernel import DeviceFunction, Kernel, device_function, kernel
 from instrumentation.kernel.types import f32, f32_3d, f32_4d, i32_1d, i32_2d
 from refengine.kernels.kv_types import KV_TYPES, PAGE, SCALE_BYTES, CacheType
-from refengine.kernels.numerics import INFINITY, exp_f32, warp_max, warp_sum
+from refengine.kernels.numerics import INFINITY, exp_f32, sigmoid_f32, warp_max, warp_sum
 
 #: positions that one block of the first stage attends to
 SPAN = 256
@@ -66,8 +66,10 @@ def store_kv(type_k: CacheType, type_v: CacheType) -> Kernel:
 
 
 @functools.cache
-def attention(type_k: CacheType, type_v: CacheType, head_dim: int) -> Kernel:  # noqa: C901 - as the kernel in it
-    """First stage, for element types and a head size (a multiple of 4). Grid: (n_head, n_tokens, n_spans)."""
+def _span(  # noqa: C901 - as the function in it
+    type_k: CacheType, type_v: CacheType, head_dim: int, *, whole: bool, gated: bool
+) -> DeviceFunction:
+    """What both kernels do with a span; ``whole``: it is the only one, ``gated``: and ``output_gate`` follows."""
     assert head_dim >= HEAD_DIM_UNIT, head_dim
     assert head_dim % HEAD_DIM_UNIT == 0, head_dim
     kind_k, kind_v = KV_TYPES[type_k], KV_TYPES[type_v]
@@ -83,23 +85,20 @@ def attention(type_k: CacheType, type_v: CacheType, head_dim: int) -> Kernel:  #
     quarters = tuple(range(HEAD_DIM_UNIT))
     columns = tuple(range((head_dim + 31) // 32))
     n_columns = len(columns)
+    merges, gates = int(whole), int(gated)
 
-    @kernel(block=32, strict=True)
-    def attention(  # noqa: C901 - stages of one pass, which no function can take out: barriers stand between
+    @device_function
+    def span_of(  # noqa: C901, PLR0912 - stages of one pass, which no function can take out: barriers stand between
         q: f32_3d,
         k_cache: Keys,
         v_cache: Values,
         pages: i32_2d,
         sequence: i32_1d,
         position: i32_1d,
-        partial: f32_4d,
+        q_gate: f32_3d,
+        y: f32_4d,
         scale: f32,
     ) -> None:
-        """Weighted sums of one span's values, then its largest score and its sum of weights.
-
-        q [n_tokens, n_head, head_dim]; pages [n_sequences, most pages]; sequence, position [n_tokens]; partial
-        [n_tokens, n_head, n_spans, head_dim + 2], of which spans behind the position are not written.
-        """
         lane = cuda.threadIdx.x
         head = cuda.blockIdx.x
         token = cuda.blockIdx.y
@@ -148,17 +147,91 @@ def attention(type_k: CacheType, type_v: CacheType, head_dim: int) -> Kernel:  #
                             weights[j], decode_v(v_cache[page, kv_head, j, i], scale_v), sums[c]
                         )
             cuda.syncthreads()
-        if span * SPAN < n_positions:
+        if merges > 0:
+            # As the second stage does it with one span.
+            w = exp_f32((largest - largest) * scale)
+            total = cuda.fma(denominator, w, float32(0.0))
             for c in columns:
                 i = c * 32 + lane
                 if i < head_dim:
-                    partial[token, head, span, i] = sums[c]
+                    value = cuda.fma(sums[c], w, float32(0.0)) / total
+                    if gates > 0:
+                        value = value * sigmoid_f32(q_gate[token, head, head_dim + i])
+                    y[token, head, 0, i] = value
+        elif span * SPAN < n_positions:
+            for c in columns:
+                i = c * 32 + lane
+                if i < head_dim:
+                    y[token, head, span, i] = sums[c]
             if lane == 0:
-                partial[token, head, span, head_dim] = largest
-                partial[token, head, span, head_dim + 1] = denominator
+                y[token, head, span, head_dim] = largest
+                y[token, head, span, head_dim + 1] = denominator
+
+    return span_of
+
+
+@functools.cache
+def attention(type_k: CacheType, type_v: CacheType, head_dim: int) -> Kernel:
+    """First stage, for element types and a head size (a multiple of 4). Grid: (n_head, n_tokens, n_spans)."""
+    span_of = _span(type_k, type_v, head_dim, whole=False, gated=False)
+    if TYPE_CHECKING:
+        Keys: TypeAlias = f32_4d
+        Values: TypeAlias = f32_4d
+    else:
+        Keys, Values = KV_TYPES[type_k].array, KV_TYPES[type_v].array  # noqa: N806 - types
+
+    @kernel(block=32, strict=True)
+    def attention(
+        q: f32_3d,
+        k_cache: Keys,
+        v_cache: Values,
+        pages: i32_2d,
+        sequence: i32_1d,
+        position: i32_1d,
+        partial: f32_4d,
+        scale: f32,
+    ) -> None:
+        """Weighted sums of one span's values, then its largest score and its sum of weights.
+
+        q [n_tokens, n_head, head_dim]; pages [n_sequences, most pages]; sequence, position [n_tokens]; partial
+        [n_tokens, n_head, n_spans, head_dim + 2], of which spans behind the position are not written.
+        """
+        span_of(q, k_cache, v_cache, pages, sequence, position, q, partial, scale)
 
     attention.name = f"attention_{type_k}_{type_v}_{head_dim}"
     return attention
+
+
+@functools.cache
+def attention_whole(type_k: CacheType, type_v: CacheType, head_dim: int, *, gated: bool = False) -> Kernel:
+    """Both stages for rows that see one span, then ``output_gate`` if ``gated``. Grid: (n_head, n_tokens)."""
+    span_of = _span(type_k, type_v, head_dim, whole=True, gated=gated)
+    if TYPE_CHECKING:
+        Keys: TypeAlias = f32_4d
+        Values: TypeAlias = f32_4d
+    else:
+        Keys, Values = KV_TYPES[type_k].array, KV_TYPES[type_v].array  # noqa: N806 - types
+
+    @kernel(block=32, strict=True)
+    def attention_whole(
+        q: f32_3d,
+        k_cache: Keys,
+        v_cache: Values,
+        pages: i32_2d,
+        sequence: i32_1d,
+        position: i32_1d,
+        q_gate: f32_3d,
+        y: f32_4d,
+        scale: f32,
+    ) -> None:
+        """As ``attention``; every position < ``SPAN``. y [n_tokens, n_head, 1, head_dim].
+
+        q_gate [n_tokens, n_head, 2 head_dim]: the gates are the second halves; not read unless ``gated``.
+        """
+        span_of(q, k_cache, v_cache, pages, sequence, position, q_gate, y, scale)
+
+    attention_whole.name = f"attention_{'gated' if gated else 'whole'}_{type_k}_{type_v}_{head_dim}"
+    return attention_whole
 
 
 @functools.cache

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType
 from numba import cuda, float32
 
-from instrumentation.kernel import Kernel, kernel
-from instrumentation.kernel.types import f32_2d, i32_1d, u8_2d, u16_2d, u32_2d
+from instrumentation.kernel import DeviceFunction, Kernel, device_function, kernel
+from instrumentation.kernel.types import f32_2d, i32, i32_1d, u8_2d, u16_2d, u32_2d
 from refengine.kernels.numerics import warp_sum
 from refengine.kernels.quants import format_of
 
@@ -24,17 +24,18 @@ TILE = 4
 
 
 @functools.cache
-def mul_mat(quantisation: GGMLQuantizationType, tile: int) -> Kernel:
-    """Kernel for one quantisation and 1 or ``TILE`` rows of x per block; grid (n_out, ceil(n_rows / tile))."""
+def product(quantisation: GGMLQuantizationType, tile: int, *, adds: bool = False) -> DeviceFunction:
+    """One column of y = x W^T for a tile of rows, plus r with ``adds``: what every kernel of products is made of."""
     weight = format_of(quantisation).weight
     rows = tuple(range(tile))
+    residual = int(adds)
 
-    @kernel(block=32, strict=True)
-    def mul_mat(codes: u8_2d, halves: u16_2d, words: u32_2d, x: f32_2d, y: f32_2d) -> None:
-        """Takes x [n_rows, n_in], y [n_rows, n_out], weights as packed by ``refengine.kernels.quants``."""
+    @device_function
+    def product(
+        codes: u8_2d, halves: u16_2d, words: u32_2d, x: f32_2d, r: f32_2d, y: f32_2d, out: i32, first: i32
+    ) -> None:
+        """Takes x [n_rows, n_in]; r, y [n_rows, n_out]: column ``out`` and rows from ``first`` on are one warp's."""
         lane = cuda.threadIdx.x
-        out = cuda.blockIdx.x
-        first = cuda.blockIdx.y * tile
         last = x.shape[0] - 1
         sums = cuda.local.array(tile, float32)
         for j in rows:
@@ -46,7 +47,20 @@ def mul_mat(quantisation: GGMLQuantizationType, tile: int) -> Kernel:
         for j in rows:
             total = warp_sum(sums[j])
             if lane == 0 and first + j <= last:
-                y[first + j, out] = total
+                y[first + j, out] = r[first + j, out] + total if residual > 0 else total
+
+    return product
+
+
+@functools.cache
+def mul_mat(quantisation: GGMLQuantizationType, tile: int) -> Kernel:
+    """Kernel for one quantisation and 1 or ``TILE`` rows of x per block; grid (n_out, ceil(n_rows / tile))."""
+    column = product(quantisation, tile)
+
+    @kernel(block=32, strict=True)
+    def mul_mat(codes: u8_2d, halves: u16_2d, words: u32_2d, x: f32_2d, y: f32_2d) -> None:
+        """Takes x [n_rows, n_in], y [n_rows, n_out], weights as packed by ``refengine.kernels.quants``."""
+        column(codes, halves, words, x, x, y, cuda.blockIdx.x, cuda.blockIdx.y * tile)
 
     return _renamed(mul_mat, f"mul_mat_{quantisation.name.lower()}_x{tile}")
 

@@ -59,13 +59,17 @@ def test_several_sequences_are_refused(generate, one_line):
     [
         (["--fast"], "fast=True"),
         (["--check", "trap"], "trap"),
-        (["-dev", "cuda:0"], "cuda"),
     ],
 )
 def test_what_the_engine_has_not_built_is_refused_by_the_engine(generate, one_line, args, seen):
     line = one_line(generate("-p", "a", *args), 2)
     assert seen in line
     assert "not built yet" in line
+
+
+def test_a_gpu_that_is_not_there_is_bad_input(generate, one_line):
+    # With a driver and without one.
+    assert "device cuda" in one_line(generate("-p", "a", "-dev", "cuda:99"), 2)
 
 
 def test_flags_that_say_what_is_so_anyway_are_accepted(generate):

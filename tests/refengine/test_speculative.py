@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 from engines import DATA, Array, nmse, same_bits
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from qwen35_f64 import Qwen35
 from scripted_drafter import ScriptedDrafter
@@ -21,7 +21,7 @@ from refengine.errors import ContextSizeError, RequestError, UnsupportedModelErr
 from refengine.gguf_file import GGUFFile
 from refengine.options import EngineOptions
 from refengine.request import Request
-from refengine.speculative import DraftSettings, Guess, MtpDrafter
+from refengine.speculative import DraftSettings, Feed, Guess, MtpDrafter
 
 NAMES = ("qwen35", "qwen35-tied", "qwen35-Q4_K_M", "qwen35moe")
 CLOSE = 1e-10
@@ -171,19 +171,22 @@ def test_a_text_of_accidents(data: st.DataObject, n_prompt: int, n_max: int, n_p
         assert watch.requests[0].draft.accepted == sum(right for _, _, right in drafts.made)
 
 
-@pytest.mark.parametrize("n_prompt", [50, 56, 62, 63, 64])
+@pytest.mark.parametrize("n_ctx", [50, 64])
+@pytest.mark.parametrize("left", [0, 1, 2, 8, 14])
 @pytest.mark.parametrize("right", [0, 1, 4])
-def test_drafts_end_with_the_context(n_prompt: int, right: int):
-    """The error comes with the same text as without drafts; what fits exactly completes."""
-    fits, exceeds = Wish.of(2, n_prompt, 65 - n_prompt), Wish.of(2, n_prompt, 66 - n_prompt)
-    with drafting(n_ctx=64, draft_n_max=4, check="guard") as engine:
+def test_drafts_end_with_the_context(n_ctx: int, left: int, right: int):
+    """The error comes with the same text as without drafts; what fits exactly completes. Also within a page."""
+    n_prompt = n_ctx - left
+    fits, exceeds = Wish.of(2, n_prompt, left + 1), Wish.of(2, n_prompt, left + 2)
+    with drafting(n_ctx=n_ctx, draft_n_max=4, check="guard") as engine:
         for wish in (fits, exceeds):
             watch = Watch(engine)
             ScriptedDrafter(engine, "qwen35", [exceeds], lambda _p, n: min(n, right))
             watch.ask(wish)
             watch.run()
             assert watch.requests[0].status == ("done" if wish is fits else "failed")
-            expect("qwen35", wish, watch.requests[0], 64)
+            expect("qwen35", wish, watch.requests[0], n_ctx)
+            assert engine.scheduler.statistics.retries == 0, "more was drafted than can be"
             engine.drop_prefixes()
         assert engine.findings == []
 
@@ -256,12 +259,19 @@ def run_all(name: str, wishes: list[Wish], options: dict, script: Callable[[int,
         engine.drop_prefixes()
         free = engine.context.cache
         assert free.free_pages == free.shape.n_pages
-        if engine.draft is not None:
-            assert engine.draft.cache.free_pages == engine.draft.cache.shape.n_pages
+        assert engine.draft is not None
+        assert engine.draft.cache.free_pages == engine.draft.cache.shape.n_pages
+        if script is None:
+            assert drafter_of(engine).failures == 0, "there is always room for drafts"
 
 
 @settings(max_examples=30)
 @given(wishes=WISHES, options=OPTIONS, script=st.lists(st.integers(0, 8), min_size=1, max_size=6))
+@example(
+    wishes=[Wish.of(text, 3, 20) for text in range(3)],
+    options={"n_slots": 3, "draft_n_max": 5, "n_batch": 9, "n_ubatch": 9, "n_ctx": 160},
+    script=[5, 0, 3],
+)
 def test_drafts_of_any_rightness_change_nothing(wishes: list[Wish], options: dict, script: list[int]):
     run_all("qwen35", wishes, options, lambda p, n: min(n, script[p % len(script)]))
 
@@ -537,6 +547,30 @@ def test_a_failure_of_the_draft_context_costs_drafts_alone(site: tuple[str, ...]
         assert drafted_throughout(again)
         expect("qwen35", wishes[0], again, 128)
         assert engine.check_integrity() == []
+
+
+def test_what_could_not_be_fed_together_is_fed_one_by_one():
+    wishes = [Wish.of(text, 9, 12) for text in range(3)]
+    faults = ChosenFaults()
+    with drafting(n_slots=3, n_ctx=192, faults=faults) as engine:
+        watch, drafter = Watch(engine), drafter_of(engine)
+        requests = [watch.ask(wish) for wish in wishes]
+        for n in range(1, 4):
+            feed = drafter.feed
+
+            def once(feeds: Sequence[Feed], feed: Callable[[Sequence[Feed]], None] = feed) -> None:
+                assert len(feeds) == 3
+                faults.chosen = counted(1, 1 << 30, "replay on draft")
+                feed(feeds)
+                faults.chosen = None
+
+            drafter.feed = once  # type: ignore[method-assign]
+            watch.step()
+            drafter.feed = feed  # type: ignore[method-assign]
+            assert drafter.failures == n
+        watch.run()
+        check_all("qwen35", watch, wishes)
+        assert all(drafted_throughout(request) for request in requests)
 
 
 def test_a_sequence_that_lost_its_drafts_goes_on_without_until_it_starts_anew():

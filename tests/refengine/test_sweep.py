@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 import refengine.sweep.runs
 from instrumentation.allocator import Allocator
-from instrumentation.devices import host_stream
+from instrumentation.devices import checked_stream
 from instrumentation.errors import BadInputError, DeviceError
 from instrumentation.faults import KINDS, FaultPlan, Site
 from instrumentation.findings import FindingLog
@@ -411,13 +411,13 @@ def test_a_load_that_fails_and_leaks_is_caught(llama, wanted, monkeypatch, leak,
     ],
 )
 def test_a_call_without_a_fault_site_is_caught(llama, monkeypatch, skipped, words):
-    pass_site = host_stream.pass_site
+    pass_site = checked_stream.pass_site
 
     def missing(faults, kind, detail):
         if not detail.startswith(skipped):
             pass_site(faults, kind, detail)
 
-    monkeypatch.setattr(host_stream, "pass_site", missing)
+    monkeypatch.setattr(checked_stream, "pass_site", missing)
     assert reference(llama).uncounted() == [words]
 
 

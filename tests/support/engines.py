@@ -61,10 +61,12 @@ class FailNth:
 
 
 class Bench:
-    """A guarded host device with one stream and memory at hand."""
+    """A guarded device, the host unless given, with one stream and memory at hand."""
 
-    def __init__(self, level: Level = Level.GUARD, threads: int | None = None, **options: Any) -> None:
-        self.device = HostDevice(threads)
+    def __init__(
+        self, level: Level = Level.GUARD, threads: int | None = None, device: Any = None, **options: Any
+    ) -> None:
+        self.device: Any = HostDevice(threads) if device is None else device
         self.findings = FindingLog()
         self.allocator = Allocator(self.device, level=level, findings=self.findings, **options)
         self.device.watch(self.allocator)

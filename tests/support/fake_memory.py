@@ -61,6 +61,9 @@ class FakeMemory:
         wrong = self._bytes(address, nbytes) != value
         return int(wrong.argmax()) if wrong.any() else -1
 
+    def mismatches(self, regions) -> list[int]:
+        return [i for i, region in enumerate(regions) if self.first_mismatch(*region) >= 0]
+
     def write(self, address: int, data: bytes) -> None:
         """What a faulty kernel does: bytes anywhere in mapped memory."""
         self._bytes(address, len(data))[:] = np.frombuffer(data, np.uint8)

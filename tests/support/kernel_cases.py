@@ -12,21 +12,40 @@ from kv_cells import empty_caches, fill, fitting, held
 from refengine.kernels import (
     CACHE_PAIRS,
     HEAD_DIMS,
+    ROPE_STORES,
     STATE_SIZES,
+    WHOLE_HEAD_DIM,
     elementwise,
     experts,
     gates,
+    grouped,
     hidden,
+    in_pairs,
     norm,
     select,
 )
-from refengine.kernels.attention import SPAN, attention, attention_f64, attention_merge, store_kv
+from refengine.kernels.attention import (
+    SPAN,
+    attention,
+    attention_f64,
+    attention_merge,
+    attention_whole,
+    store_kv,
+)
 from refengine.kernels.gated_delta import columns_per_block, gated_delta, gated_delta_f64, packed_state
 from refengine.kernels.kv_types import PAGE
-from refengine.kernels.mul_mat import TILE, get_rows, mul_mat
+from refengine.kernels.mul_mat import TILE, get_rows, mul_mat, mul_mat_f64
+from refengine.kernels.products import (
+    mul_mat_add,
+    mul_mat_add_f64,
+    mul_mat_swiglu,
+    mul_mat_swiglu_f64,
+    mul_mats,
+)
 from refengine.kernels.quants import FORMATS
 from refengine.kernels.quants.layout import Packed
 from refengine.kernels.rope import rope, rope_f64, rope_tables
+from refengine.kernels.rope_store import norm_rope_f64, rope_store
 from refengine.kernels.short_conv import short_conv, short_conv_f64
 
 if TYPE_CHECKING:
@@ -34,6 +53,7 @@ if TYPE_CHECKING:
 
     from instrumentation.kernel import Kernel
     from refengine.kernels.kv_types import CacheType
+    from refengine.kernels.rope import Pairing
 
 
 @dataclass
@@ -146,9 +166,13 @@ def cases(seed: int = 0) -> Iterator[Case]:
     yield from _recurrent_cases(rng)
     for quantisation in FORMATS:
         yield from _matrix_cases(rng, quantisation)
+    yield from _joined_product_cases(rng)
     for pair in CACHE_PAIRS:
         for head_dim in fitting(pair, HEAD_DIMS):
             yield from _attention_cases(rng, pair, head_dim)
+        yield from _attention_whole_cases(rng, pair)
+    for pair, (pairing, norms) in zip(CACHE_PAIRS, ROPE_STORES, strict=True):
+        yield _rope_store_case(pair, pairing, norms=norms)
 
 
 def _hidden_cases(rng: np.random.Generator) -> Iterator[Case]:
@@ -250,13 +274,43 @@ def _recurrent_cases(rng: np.random.Generator) -> Iterator[Case]:
         )  # fmt: skip
 
 
+def _matrix(rng: np.random.Generator, quantisation: Any, n_out: int, n_in: int) -> tuple[dict[str, Any], Any]:
+    """A random matrix as kernels take it, and its values [n_out, n_in]."""
+    raw = random_blocks(rng, quantisation, n_out, n_in)
+    typed = raw if quantisation != gguf.GGMLQuantizationType.F32 else raw.view(np.float32)
+    dense = gguf.quants.dequantize(typed, quantisation).reshape(n_out, n_in)
+    return packed(quantisation, raw, n_out, n_in), dense
+
+
+def _joined_product_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Matrices of several formats and heights."""
+    n_in = 512
+    x = rng.standard_normal((6, n_in)).astype(np.float32)
+    for tile in (1, TILE):
+        for group in grouped(FORMATS):
+            arguments: dict[str, Any] = {"x": x}
+            expected = {}
+            for i, quantisation in enumerate(group):
+                weights, dense = _matrix(rng, quantisation, 5 + 9 * i, n_in)
+                arguments |= {f"{name}_{i}": array for name, array in weights.items()}
+                arguments[f"y_{i}"] = poisoned((6, len(dense)))
+                expected[f"y_{i}"] = mul_mat_f64(x, dense)
+            grid = (sum(y.shape[1] for y in expected.values()), -(-6 // tile))
+            yield Case(mul_mats(group, tile), grid, arguments, expected)
+        for pair in in_pairs(FORMATS):
+            (gate, gates_dense), (up, ups_dense) = (_matrix(rng, kind, 30, n_in) for kind in pair)
+            arguments = {"x": x / 16, "y": poisoned((6, 30))}
+            for part, weights in (("gate", gate), ("up", up)):
+                arguments |= {f"{part}_{name}": array for name, array in weights.items()}
+            yield Case(
+                mul_mat_swiglu(pair, tile), (30, -(-6 // tile)), arguments,
+                {"y": mul_mat_swiglu_f64(x / 16, gates_dense, ups_dense)},
+            )  # fmt: skip
+
+
 def _matrix_cases(rng: np.random.Generator, quantisation: Any) -> Iterator[Case]:
     n_out, n_in = 96, 1024
-    raw = random_blocks(rng, quantisation, n_out, n_in)
-    weights = packed(quantisation, raw, n_out, n_in)
-    dense = gguf.quants.dequantize(
-        raw if quantisation != gguf.GGMLQuantizationType.F32 else raw.view(np.float32), quantisation
-    ).reshape(n_out, n_in)
+    weights, dense = _matrix(rng, quantisation, n_out, n_in)
     x = rng.standard_normal((6, n_in)).astype(np.float32)
     wanted = x.astype(np.float64) @ dense.astype(np.float64).T
     for tile in (1, TILE):
@@ -264,6 +318,11 @@ def _matrix_cases(rng: np.random.Generator, quantisation: Any) -> Iterator[Case]
             mul_mat(quantisation, tile), (n_out, -(-6 // tile)), {**weights, "x": x, "y": poisoned((6, n_out))},
             {"y": wanted},
         )  # fmt: skip
+    r = rng.standard_normal((6, n_out)).astype(np.float32)
+    yield Case(
+        mul_mat_add(quantisation, TILE), (n_out, 2), {**weights, "x": x, "r": r, "y": poisoned((6, n_out))},
+        {"y": mul_mat_add_f64(x, dense, r)},
+    )  # fmt: skip
     index = np.array([[2, 0], [1, 2]], np.int32)  # the 96 rows are 3 experts of 32
     parts = rng.standard_normal((2, 2, n_in)).astype(np.float32)
     yield Case(
@@ -325,6 +384,72 @@ def _attention_cases(
             {"partial": wanted, "position": position, "out": poisoned(q.shape), "scale": scale},
             {"out": attention_f64(q, keys, values, position, scale)},
         )  # fmt: skip
+
+
+def _attention_whole_cases(rng: np.random.Generator, pair: tuple[CacheType, CacheType]) -> Iterator[Case]:
+    """Rows of one span, at its ends and between."""
+    n_head, n_head_kv, head_dim = 6, 2, WHOLE_HEAD_DIM
+    keys, values = rng.standard_normal((2, SPAN, n_head_kv, head_dim)).astype(np.float32)
+    pages = rng.permutation(SPAN // PAGE).astype(np.int32)
+    at = np.arange(SPAN)
+    cell = (pages[at // PAGE] * PAGE + at % PAGE).astype(np.int32)
+    k_cache, v_cache = empty_caches(pair, len(pages), n_head_kv, head_dim, rng)
+    fill(pair[0], k_cache, cell, keys, "k")
+    fill(pair[1], v_cache, cell, values, "v")
+    position = np.array([0, 31, 32, 150, SPAN - 1], np.int32)
+    q = rng.standard_normal((5, n_head, head_dim)).astype(np.float32)
+    q_gate = rng.standard_normal((5, n_head, 2 * head_dim)).astype(np.float32)
+    scale = 1 / np.sqrt(head_dim)
+    attended = attention_f64(q, held(pair[0], keys), held(pair[1], values), position, scale)
+    for gated in (False, True):
+        wanted = gates.output_gate_f64(attended, q_gate) if gated else attended
+        yield Case(
+            attention_whole(*pair, head_dim, gated=gated), (n_head, 5),
+            {
+                "q": q, "k_cache": k_cache, "v_cache": v_cache, "pages": pages[None, :].copy(),
+                "sequence": np.zeros(5, np.int32), "position": position, "q_gate": q_gate,
+                "y": poisoned((5, n_head, 1, head_dim)), "scale": scale,
+            },
+            {"y": wanted[:, :, None]},
+        )  # fmt: skip
+
+
+def _rope_store_case(pair: tuple[CacheType, CacheType], pairing: Pairing, *, norms: bool) -> Case:
+    """Some dimensions are not turned; with norms the query's gate lies behind it.
+
+    Stored halves and codes are those of the twin as long as no key lies where float32 and float64 round apart, which
+    these numbers, always the same, do not.
+    """
+    rng = np.random.default_rng(5)
+    n_tokens, n_head, n_head_kv, head_dim = 9, 4, 2, 64
+    eps = float(np.float32(1e-6))
+    tables = rope_tables(16, 48, 10000.0)
+    position = rng.integers(0, 16, n_tokens).astype(np.int32)
+    q = rng.standard_normal((n_tokens, n_head, head_dim * (2 if norms else 1))).astype(np.float32)
+    k, v = rng.standard_normal((2, n_tokens, n_head_kv, head_dim)).astype(np.float32)
+    weight_q, weight_k = rng.standard_normal((2, head_dim)).astype(np.float32)
+    cell = rng.permutation(3 * PAGE)[:n_tokens].astype(np.int32)
+    k_cache, v_cache = empty_caches(pair, 3, n_head_kv, head_dim, rng)
+    for cache in (k_cache, v_cache):
+        cache.view(np.uint8)[...] = 0xFF
+
+    def turned(x: Any, weight: Any) -> Any:
+        if norms:
+            return norm_rope_f64(x, weight, eps, position, tables, pairing)
+        return rope_f64(x, position, *tables, pairing)
+
+    wanted_k, wanted_v = k_cache.copy(), v_cache.copy()
+    fill(pair[0], wanted_k, cell, turned(k, weight_k).astype(np.float32), "k")
+    fill(pair[1], wanted_v, cell, v, "v")
+    return Case(
+        rope_store(pairing, *pair, norms=norms), (n_head + n_head_kv, n_tokens),
+        {
+            "q": q, "k": k, "v": v, "weight_q": weight_q, "weight_k": weight_k, "position": position,
+            "cosine": tables[0], "sine": tables[1], "cell": cell, "y": poisoned((n_tokens, n_head, head_dim)),
+            "k_cache": k_cache, "v_cache": v_cache, "eps": eps,
+        },
+        {"y": turned(q, weight_q), "k_cache": wanted_k, "v_cache": wanted_v},
+    )  # fmt: skip
 
 
 def span_f64(q: Any, keys: Any, values: Any, scale: float) -> Any:

@@ -185,9 +185,10 @@ class Watch:
                 before_step()
             self.step()
 
-    def check(self) -> None:
+    def check(self, failed: int = 0) -> None:
         """Statistics are what happened, requests took no more steps as the oldest than they have tokens."""
         counted = self.engine.scheduler.statistics
+        assert counted.failed_decodes == failed
         logged = [line["event"] for line in self.lines]
         assert counted.retries == logged.count(NO_SPACE)
         assert counted.preemptions == logged.count("preempted") == sum(r.preemptions for r in self.requests)
@@ -203,12 +204,12 @@ class Watch:
             assert refused or self.oldest_steps.get(request.number, 0) <= len(request.history)
 
 
-def check_all(name: str, watch: Watch, wishes: Sequence[Wish], eos: int | None = None) -> None:
-    """Each request gave what it gives alone, and the engine is whole."""
+def check_all(name: str, watch: Watch, wishes: Sequence[Wish], failed: int = 0) -> None:
+    """Each request gave what it gives alone, and the engine is whole; ``failed`` decodes were made to."""
     n_ctx = watch.engine.settings.n_ctx
     for wish, request in zip(wishes, watch.requests, strict=True):
-        expect(name, wish, request, n_ctx, eos)
-    watch.check()
+        expect(name, wish, request, n_ctx)
+    watch.check(failed)
     assert watch.engine.check_integrity() == []
     assert watch.engine.findings == []
 

@@ -165,3 +165,30 @@ def test_a_source_that_was_cut_short_is_written_again(tmp_path, monkeypatch, kee
     path.write_text(text[: int(len(text) * keep)])
     assert compile_host(plan, HostOptions(), strict_floats=False).address
     assert path.read_text() == text
+
+
+INLINED = """
+@device_function
+def turn(v):
+    return cuda.shfl_xor_sync(0xFFFFFFFF, v, {offset})
+def made(step):
+    @device_function
+    def shift(x, y):
+        y[cuda.threadIdx.x] = turn(x[cuda.threadIdx.x]) + step
+    @kernel(block=32)
+    def shifted(x: i32_1d, y: i32_1d) -> None:
+        shift(x, y)
+    return shifted
+"""
+
+
+def test_what_an_inlined_function_is_and_captures_is_part_of_the_name(compiled, tmp_path):
+    found = {}
+    for offset in (1, 2):
+        module = load_module(tmp_path / f"inlined_{offset}.py", INLINED.format(offset=offset))
+        for step in (10, 20):
+            y = np.zeros(32, np.int32)
+            run(module.made(step), 1, np.arange(32, dtype=np.int32), y)
+            found[offset, step] = int(y[0])
+    assert found == {(1, 10): 11, (1, 20): 21, (2, 10): 12, (2, 20): 22}
+    assert compiled == ["shifted"] * 4

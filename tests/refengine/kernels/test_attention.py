@@ -9,8 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_cells import PAIRS, TYPES, decoded, empty_caches, fill, fitting, held
 
-from refengine.kernels import CACHE_PAIRS, HEAD_DIMS
-from refengine.kernels.attention import SPAN, attention, attention_f64, attention_merge, store_kv
+from refengine.kernels import CACHE_PAIRS, HEAD_DIMS, WHOLE_HEAD_DIM
+from refengine.kernels.attention import (
+    SPAN,
+    attention,
+    attention_f64,
+    attention_merge,
+    attention_whole,
+    store_kv,
+)
+from refengine.kernels.gates import output_gate
 from refengine.kernels.kv_types import PAGE, CacheType
 
 Pair = tuple[CacheType, CacheType]
@@ -279,3 +287,36 @@ def test_q8_0_divides_by_the_scale_before_it_is_rounded():
     found = stored("q8_0", row)
     assert found[:2].tolist() == [127, 63]
     assert round(0.49998 / float(found[32:].view("<f2")[0])) == 64
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("types", CACHE_PAIRS, ids="-".join)
+@settings(max_examples=10)
+@given(
+    n_head_kv=st.integers(1, 2),
+    group=st.integers(1, 3),
+    lengths=st.lists(st.one_of(LENGTHS, st.just(SPAN)), min_size=1, max_size=3),
+    nan=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_one_span_attended_to_whole_has_the_bits_of_all_stages(
+    types: Pair, gated: bool, n_head_kv: int, group: int, lengths: list[int], nan: bool, seed: int
+):
+    head_dim = WHOLE_HEAD_DIM
+    made = Sequences(types, head_dim, n_head_kv, lengths, seed)
+    q, sequence, position = made.queries(4, group)
+    if nan:
+        q[1, 0, 5] = np.nan
+    n_head = q.shape[1]
+    q_gate = made.rng.standard_normal((4, n_head, 2 * head_dim)).astype(np.float32)
+    wanted = made.attend(q, sequence, position)
+    if gated:
+        rows = {"x": wanted.reshape(-1, head_dim), "q_gate": q_gate.reshape(-1, 2 * head_dim)}
+        y = poisoned((4 * n_head, head_dim))
+        wanted = Bench().run(output_gate, 4 * n_head, **rows, y=y)["y"].reshape(wanted.shape)
+    found = Bench().run(
+        attention_whole(*types, head_dim, gated=gated), (n_head, 4),
+        q=q, k_cache=made.k_cache, v_cache=made.v_cache, pages=made.pages, sequence=sequence, position=position,
+        q_gate=q_gate, y=poisoned((4, n_head, 1, head_dim)), scale=made.scale,
+    )["y"]  # fmt: skip
+    assert same_bits(found[:, :, 0], wanted)

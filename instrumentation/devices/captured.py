@@ -1,0 +1,50 @@
+"""Captured graphs: what they access, checked anew at each replay, and which buffers they pin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from instrumentation.devices.monitor import Access, launch_accesses
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from instrumentation.devices.launch import Launch
+    from instrumentation.devices.watched import WatchedDevice
+
+
+class CapturedGraph:
+    """Launches that are replayed as one. Pins every buffer that they name until ``destroy``."""
+
+    def __init__(self, device: WatchedDevice, name: str, launches: Sequence[Launch]) -> None:
+        self.device = device
+        self.name = name
+        self.destroyed = False
+        self._launches = len(launches)
+        accesses: dict[tuple[int, str], Access] = {}
+        for launch in launches:
+            for access in launch_accesses(launch):
+                accesses.setdefault((access.view.buffer.serial, access.mode), access)
+        #: one for each buffer and mode, checked anew at each replay
+        self.accesses = tuple(accesses.values())
+        self._buffers = {access.view.buffer for access in self.accesses}
+        for buffer in self._buffers:
+            buffer.pin(self._pin)
+
+    @property
+    def _pin(self) -> str:
+        return f"graph {self.name}"
+
+    @property
+    def launches(self) -> int:
+        """Number of captured launches."""
+        return self._launches
+
+    def destroy(self) -> None:
+        """Unpin the buffers."""
+        if not self.destroyed:
+            self.destroyed = True
+            for buffer in self._buffers:
+                # A buffer that its allocator took back at close has no pins left.
+                if not buffer.freed:
+                    buffer.unpin(self._pin)

@@ -1,0 +1,246 @@
+"""What every stream checks before work is queued, the same on every device; how it is queued is the device's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from instrumentation.devices.captured import CapturedGraph
+from instrumentation.devices.launch import bind
+from instrumentation.devices.monitor import Access, launch_accesses
+from instrumentation.errors import BadInputError, DeviceError
+from instrumentation.faults import FaultKind, pass_site
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from instrumentation.devices.base import Event, Graph
+    from instrumentation.devices.launch import Argument, Grid, Launch
+    from instrumentation.devices.watched import WatchedDevice
+    from instrumentation.kernel import Kernel
+    from instrumentation.ownership import Mode, Owner
+    from instrumentation.view import View
+
+#: fault sites of what is no copy
+_SITE_KINDS: dict[str, FaultKind] = {"record": "event", "wait": "event", "replay": "graph"}
+
+
+class CheckedEvent(ABC):
+    """An event of a device that checks its use."""
+
+    def __init__(self, device: WatchedDevice, owner: Owner, name: str) -> None:
+        self.device = device
+        self.owner = owner
+        self.name = name
+        self.destroyed = False
+
+    def synchronize(self) -> None:
+        """Wait for what the event's stream queued before the last record."""
+        if self.destroyed:
+            self.device.refuse("STR001", f"synchronize of event {self.name}, which was destroyed", self.owner)
+        self._wait_for_record()
+
+    def destroy(self) -> None:
+        """Give the event up."""
+        self.destroyed = True
+
+    @abstractmethod
+    def _wait_for_record(self) -> None: ...
+
+
+#: a launch that is ready to be queued; an event; a captured graph
+P = TypeVar("P")
+E = TypeVar("E", bound=CheckedEvent)
+G = TypeVar("G", bound=CapturedGraph)
+
+
+class CheckedStream(ABC, Generic[P, E, G]):
+    """The calls of ``Stream``: each is checked, then passes its fault site, then is queued by the device's part."""
+
+    def __init__(self, device: WatchedDevice, owner: Owner, name: str) -> None:
+        self.device = device
+        self.owner = owner
+        self.name = name
+        self.destroyed = False
+        self._capture: list[P] | None = None
+
+    # --- the device's part
+
+    @abstractmethod
+    def _prepare(self, launch: Launch) -> P: ...
+
+    @abstractmethod
+    def _queue_launch(self, prepared: P) -> None: ...
+
+    @abstractmethod
+    def _queue_copy_in(self, target: View, source: npt.NDArray[Any]) -> None: ...
+
+    @abstractmethod
+    def _queue_copy_out(self, target: npt.NDArray[Any], source: View) -> None: ...
+
+    @abstractmethod
+    def _queue_copy(self, target: View, source: View) -> None: ...
+
+    @abstractmethod
+    def _queue_fill(self, target: View, value: int) -> None: ...
+
+    @abstractmethod
+    def _queue_record(self, event: E) -> None: ...
+
+    @abstractmethod
+    def _queue_wait(self, event: E) -> None: ...
+
+    @abstractmethod
+    def _make_graph(self, name: str, launches: list[P]) -> G: ...
+
+    @abstractmethod
+    def _queue_replay(self, graph: G) -> None: ...
+
+    # --- queueing
+
+    def launch(self, kernel: Kernel, grid: Grid, arguments: Mapping[str, Argument]) -> None:
+        """Queue a kernel; see ``Stream.launch``."""
+        self._require_usable()
+        launch = bind(kernel, grid, arguments)
+        self._admit_launch(launch)
+        prepared = self._prepare(launch)
+        if self._capture is not None:
+            self._capture.append(prepared)
+        else:
+            self._queue_launch(prepared)
+
+    def _admit_launch(self, launch: Launch) -> None:
+        if self.device.monitor is not None:
+            self.device.monitor.check(launch_accesses(launch), self.owner, self.name)
+        pass_site(self.device.faults, "launch", f"{launch.kernel.name} on {self.name}")
+
+    def copy_in(self, target: View, source: npt.NDArray[Any]) -> None:
+        """Queue a copy from host memory."""
+        _require_same_bytes(target, source, "copy_in")
+        self._admit("copy_in", write=target)
+        self._queue_copy_in(target, source)
+
+    def copy_out(self, target: npt.NDArray[Any], source: View) -> None:
+        """Queue a copy to host memory."""
+        _require_same_bytes(source, target, "copy_out")
+        if not target.flags.writeable:
+            raise BadInputError(
+                f"copy_out of {source.name}: the target array is read-only; give a writable one"
+            )
+        self._admit("copy_out", read=source)
+        self._queue_copy_out(target, source)
+
+    def copy(self, target: View, source: View) -> None:
+        """Queue a copy within the device."""
+        if target.nbytes != source.nbytes:
+            raise BadInputError(
+                f"copy from {source.name} ({source.nbytes} bytes) to {target.name} ({target.nbytes} bytes): "
+                "give views of one size"
+            )
+        self._admit("copy", read=source, write=target)
+        self._queue_copy(target, source)
+
+    def fill(self, target: View, value: int) -> None:
+        """Queue setting every byte of a view."""
+        if not isinstance(value, int) or not 0 <= value <= 255:
+            raise BadInputError(f"fill of {target.name} with {value!r}; give a byte, 0 to 255")
+        self._admit("fill", write=target)
+        self._queue_fill(target, value)
+
+    def record(self, event: Event) -> None:
+        """Queue a mark."""
+        own = self._own_event(event, "record")
+        self._admit("record")
+        self._queue_record(own)
+
+    def wait(self, event: Event) -> None:
+        """Let what is queued from here on wait for the event's last record."""
+        own = self._own_event(event, "wait")
+        self._admit("wait")
+        self._queue_wait(own)
+
+    # --- graphs
+
+    def begin_capture(self) -> None:
+        """Collect launches instead of queueing them."""
+        self._require_usable()
+        if self._capture is not None:
+            raise DeviceError(
+                f"stream {self.name}: begin_capture while a capture is going on; end that one first"
+            )
+        pass_site(self.device.faults, "graph", f"begin_capture on {self.name}")
+        self._capture = []
+
+    def end_capture(self, name: str) -> G:
+        """Return the captured launches as one graph."""
+        if self._capture is None:
+            raise DeviceError(f"stream {self.name}: end_capture without begin_capture")
+        pass_site(self.device.faults, "graph", f"end_capture of {name} on {self.name}")
+        launches, self._capture = self._capture, None
+        return self._make_graph(name, launches)
+
+    def abandon_capture(self) -> None:
+        """Forget a capture."""
+        self._capture = None
+
+    def replay(self, graph: Graph) -> None:
+        """Queue a graph after the checks that its launches had when they were captured."""
+        self._require_usable()
+        if not isinstance(graph, CapturedGraph) or graph.device is not self.device:
+            kind = self.device.kind
+            raise BadInputError(f"stream {self.name}: replay of {graph!r}; give a graph of the {kind} device")
+        if graph.destroyed:
+            raise DeviceError(f"stream {self.name}: replay of graph {graph.name}, which was destroyed")
+        if self.device.monitor is not None:
+            self.device.monitor.check(graph.accesses, self.owner, self.name)
+        self._admit("replay")
+        own: Any = graph  # one of this device is of its kind
+        self._queue_replay(own)
+
+    # --- checks
+
+    def _admit(self, what: str, *, read: View | None = None, write: View | None = None) -> None:
+        self._require_usable()
+        if self._capture is not None:
+            raise DeviceError(f"stream {self.name}: {what} during capture; only launches can be captured")
+        modes: tuple[tuple[View | None, Mode], ...] = ((read, "read"), (write, "write"))
+        accesses = [Access(what, view, mode) for view, mode in modes if view is not None]
+        if self.device.monitor is not None:
+            self.device.monitor.check(accesses, self.owner, self.name)
+        else:
+            for access in accesses:
+                access.view.check_live(stream=self.name, actor=self.owner.name)
+        named = f"{what} of {accesses[-1].view.name}" if accesses else what
+        pass_site(self.device.faults, _SITE_KINDS.get(what, "copy"), f"{named} on {self.name}")
+
+    def _require_usable(self) -> None:
+        if self.destroyed:
+            self.device.refuse(
+                "STR001", f"stream {self.name} of {self.owner} was destroyed", self.owner, self.name
+            )
+
+    def _own_event(self, event: Event, what: str) -> E:
+        if not isinstance(event, CheckedEvent) or event.device is not self.device:
+            self.device.refuse(
+                "STR001", f"{what} of an event that this device did not create", self.owner, self.name
+            )
+        if event.destroyed:
+            self.device.refuse(
+                "STR001", f"{what} of event {event.name}, which was destroyed", self.owner, self.name
+            )
+        own: Any = event  # as above
+        return own  # type: ignore[no-any-return]
+
+
+def _require_same_bytes(view: View, array: npt.NDArray[Any], what: str) -> None:
+    wanted = f"give a contiguous array of {view.nbytes} bytes"
+    if not isinstance(array, np.ndarray) or array.dtype.hasobject:
+        raise BadInputError(f"{what} of {view.name}: {type(array).__name__} is no array of numbers; {wanted}")
+    if not array.flags.c_contiguous or array.nbytes != view.nbytes:
+        order = "" if array.flags.c_contiguous else "not contiguous "
+        raise BadInputError(
+            f"{what} of {view.name}: the array is {order}{array.dtype} {array.shape}; {wanted}"
+        )

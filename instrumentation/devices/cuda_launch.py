@@ -1,0 +1,110 @@
+"""Launches as the driver takes them: a packed block of parameters with the table of their addresses.
+
+Numba's CUDA target flattens an array into separate parameters of 8 bytes: meminfo, parent (both null for memory that
+Numba does not manage), number of elements, bytes of an element, address, extents, strides in bytes. A number has the
+bytes of its type.
+"""
+
+from __future__ import annotations
+
+from array import array
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from instrumentation.devices.launch import number_bits
+from instrumentation.view import View
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import numpy.typing as npt
+
+    from instrumentation.devices.cuda_driver import Driver
+    from instrumentation.devices.launch import Launch
+
+
+class DeviceArray(NamedTuple):
+    """An array argument of a kernel that checks memory: an address that no buffer stands for."""
+
+    address: int
+    shape: tuple[int, ...]
+    itemsize: int
+
+
+class Parameters:
+    """Parameter values in slots of 8 bytes, and behind them the address of each slot."""
+
+    __slots__ = ("_block", "address", "count")
+
+    def __init__(self, slots: list[int]) -> None:
+        self.count = len(slots)
+        self._block = array("q", slots)
+        self._block.extend(slots)
+        start = self._block.buffer_info()[0]
+        for i in range(self.count):
+            self._block[self.count + i] = start + 8 * i
+        #: of the table of addresses, which is what ``cuLaunchKernel`` takes
+        self.address = start + 8 * self.count
+
+    def __setitem__(self, index: int, value: int) -> None:
+        """Change a value: the driver copies them at each launch."""
+        self._block[range(self.count)[index]] = value
+
+
+def pack(signature: dict[str, Any], values: Iterable[View | DeviceArray | float]) -> Parameters:
+    """Parameters of a kernel, from a value for each of its signature's, in order."""
+    slots: list[int] = []
+    for kind, value in zip(signature.values(), values, strict=True):
+        if isinstance(value, View | DeviceArray):
+            slots += array_slots(value)
+        else:
+            slots.append(number_bits(kind, value))
+    return Parameters(slots)
+
+
+def array_slots(value: View | DeviceArray) -> list[int]:
+    """The eight-byte parameters of a C-contiguous array."""
+    shape, itemsize = value.shape, value.itemsize
+    strides: list[int] = []
+    step = itemsize
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return [0, 0, prod(shape), itemsize, value.address, *shape, *reversed(strides)]
+
+
+def region_rows(regions: Sequence[tuple[int, int, int]]) -> tuple[DeviceArray, npt.NDArray[np.int64]]:
+    """What ``check_regions`` takes for regions of (address, nbytes, byte): the memory around them, and rows [n, 3]."""
+    rows = np.array(regions, np.int64)
+    base = int(rows[:, 0].min())
+    stop = int((rows[:, 0] + rows[:, 1]).max())
+    rows[:, 0] -= base
+    return DeviceArray(base, (stop - base,), 1), rows
+
+
+class PreparedLaunch:
+    """A checked launch with its parameters and loaded function: queued as often as wanted, at the cost of one call."""
+
+    __slots__ = ("block", "function", "grid", "launch", "parameters")
+
+    def __init__(self, launch: Launch, function: Any) -> None:
+        self.launch = launch
+        self.function = function
+        self.grid = launch.grid
+        self.block = block_of(launch.kernel.block)
+        self.parameters = pack(launch.kernel.signature, launch.arguments.values())
+
+    def queue(self, driver: Driver, stream: Any) -> None:
+        """Queue it on a driver's stream."""
+        driver.launch(self.function, self.grid, self.block, stream, self.parameters.address)
+
+    def __str__(self) -> str:
+        return f"{self.launch.kernel.name} (launch {self.launch.number})"
+
+
+def block_of(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Threads of a block along x, y, z."""
+    x, y, z = (*shape, 1, 1)[:3]
+    return x, y, z

@@ -1,0 +1,282 @@
+"""Streams, events and captured graphs of a GPU."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from instrumentation.devices.captured import CapturedGraph
+from instrumentation.devices.checked_stream import CheckedEvent, CheckedStream
+from instrumentation.devices.cuda_checks import CanaryChecks, RegionTable, written_buffers
+from instrumentation.devices.cuda_driver import DriverCallError
+from instrumentation.devices.cuda_launch import PreparedLaunch
+from instrumentation.devices.cuda_staging import Staging
+from instrumentation.devices.launch import bind
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from instrumentation.devices.cuda import CudaDevice
+    from instrumentation.devices.launch import Argument, Grid, Launch
+    from instrumentation.kernel import Kernel
+    from instrumentation.ownership import Owner
+    from instrumentation.view import View
+
+
+class CudaEvent(CheckedEvent):
+    """An event of a GPU."""
+
+    device: CudaDevice
+
+    def __init__(self, device: CudaDevice, owner: Owner, name: str) -> None:
+        super().__init__(device, owner, name)
+        self._calls = device.context.calls(f"event {name} of {owner}")
+        with self._calls:
+            self.handle = device.context.driver.create_event()
+
+    def _wait_for_record(self) -> None:
+        # An event that was never recorded is done, for the driver too.
+        with self._calls:
+            self.device.context.driver.synchronize_event(self.handle)
+
+    def destroy(self) -> None:
+        """Give the event up."""
+        if not self.destroyed:
+            super().destroy()
+            if self.device.context.lost is None:
+                with self._calls:
+                    self.device.context.driver.destroy_event(self.handle)
+
+
+class CudaGraph(CapturedGraph):
+    """Captured launches of a GPU, instantiated."""
+
+    device: CudaDevice
+
+    def __init__(self, stream: CudaStream, name: str, launches: list[PreparedLaunch]) -> None:
+        #: what a finding behind a replay can be blamed on
+        self.captured = tuple(prepared.launch for prepared in launches)
+        super().__init__(stream.device, name, self.captured)
+        self._calls = stream.device.context.calls(f"graph {name}")
+        self.table: RegionTable | None = None
+        self._table_address = 0
+        #: where it was replayed last
+        self.stream = stream
+        self.handle: Any = None
+        try:
+            with self._calls:
+                checks = stream.checks()
+                if checks is not None:
+                    self.table, self._table_address = checks.table(written_buffers(self.captured))
+                self.handle = self._capture(launches)
+        except BaseException:
+            self.destroy()
+            raise
+
+    def _capture(self, launches: list[PreparedLaunch]) -> Any:
+        driver, handle = self.device.context.driver, self.stream.handle
+        driver.begin_capture(handle)
+        try:
+            for prepared in launches:
+                prepared.queue(driver, handle)
+        except BaseException:
+            with suppress(DriverCallError):  # what made the launch fail may have ended the capture too
+                driver.destroy_graph(driver.end_capture(handle))
+            raise
+        return driver.end_capture(handle)
+
+    def destroy(self) -> None:
+        """Unpin the buffers and give the graph up."""
+        if self.destroyed:
+            return
+        super().destroy()
+        context = self.device.context
+        graph, self.handle = self.handle, None
+        address, self._table_address = self._table_address, 0
+        if context.lost is not None or (graph is None and not address):
+            return
+        self.device.settle()
+        with self._calls:
+            if self.stream.pending:
+                context.driver.synchronize_stream(self.stream.handle)
+            if address:
+                context.driver.free(address)
+            if graph is not None:
+                context.driver.destroy_graph(graph)
+
+    def __str__(self) -> str:
+        return f"graph {self.name}"
+
+
+class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
+    """A stream of a GPU. Work begins when it is queued; what a copy out brings is there after ``synchronize``."""
+
+    device: CudaDevice
+
+    def __init__(self, device: CudaDevice, owner: Owner, name: str) -> None:
+        super().__init__(device, owner, name)
+        self._driver = device.context.driver
+        self._calls = device.context.calls(f"stream {name} of {owner}", self._drop)
+        #: whether anything was queued since the last ``synchronize``
+        self.pending = False
+        self._checks: CanaryChecks | None = None
+        self._failure: Exception | None = None
+        with device.context.calls(f"stream {name} of {owner}"):
+            self.handle = self._driver.create_stream()
+        self.staging = Staging(self._driver, self.handle)
+
+    # --- launches
+
+    def prepare(self, kernel: Kernel, grid: Grid, arguments: Mapping[str, Argument]) -> PreparedLaunch:
+        """A launch that is checked and packed once and queued often: see ``launch_prepared``."""
+        self._require_usable()
+        launch = bind(kernel, grid, arguments)
+        self._admit_launch(launch)
+        return self._prepare(launch)
+
+    def launch_prepared(self, prepared: PreparedLaunch) -> None:
+        """Queue a prepared launch, after the checks that can have another result by now."""
+        self._require_usable()
+        self._admit_launch(prepared.launch)
+        self._queue_launch(prepared)
+
+    def _prepare(self, launch: Launch) -> PreparedLaunch:
+        return PreparedLaunch(launch, self.device.context.function(launch.kernel))
+
+    def _queue_launch(self, prepared: PreparedLaunch) -> None:
+        device = self.device
+        device.settle()
+        with self._calls:
+            self.pending = True
+            prepared.queue(self._driver, self.handle)
+            device.context.last_launch = prepared
+            checks = self.checks()
+            if checks is not None:
+                checks.after_launch(prepared.launch)
+
+    def checks(self) -> CanaryChecks | None:
+        """The checks of this stream; None when nobody watches the canaries."""
+        allocator = self.device.allocator
+        if self._checks is not None and self._checks.allocator is not allocator:
+            self.drain()
+            self._checks.release()
+            self._checks = None
+        if self._checks is None and allocator is not None:
+            self._checks = CanaryChecks(self.device, self, allocator)
+        return self._checks
+
+    # --- copies
+
+    def _queue_copy_in(self, target: View, source: npt.NDArray[Any]) -> None:
+        self.device.settle()
+        with self._calls:
+            self.pending = True
+            self.staging.copy_in(target.address, source.reshape(-1).view(np.uint8))
+
+    def _queue_copy_out(self, target: npt.NDArray[Any], source: View) -> None:
+        self.device.settle()
+        with self._calls:
+            self.pending = True
+            self.staging.copy_out(target.reshape(-1).view(np.uint8), source.address)
+
+    def _queue_copy(self, target: View, source: View) -> None:
+        self.device.settle()
+        with self._calls:
+            if target.nbytes:
+                self.pending = True
+                self._driver.copy(target.address, source.address, target.nbytes, self.handle)
+
+    def _queue_fill(self, target: View, value: int) -> None:
+        self.device.settle()
+        with self._calls:
+            if target.nbytes:
+                self.pending = True
+                self._driver.fill(target.address, value, target.nbytes, self.handle)
+
+    # --- events
+
+    def _queue_record(self, event: CudaEvent) -> None:
+        with self._calls:
+            self._driver.record(event.handle, self.handle)
+
+    def _queue_wait(self, event: CudaEvent) -> None:
+        with self._calls:
+            self.pending = True
+            self._driver.wait(self.handle, event.handle)
+
+    # --- graphs
+
+    def _make_graph(self, name: str, launches: list[PreparedLaunch]) -> CudaGraph:
+        # Launches are collected first and captured in one go: while a capture is going on the driver refuses to
+        # allocate and to load kernels, and whoever gives a capture up leaves nothing behind.
+        self.device.settle()
+        return CudaGraph(self, name, launches)
+
+    def _queue_replay(self, graph: CudaGraph) -> None:
+        device = self.device
+        device.settle()
+        with self._calls:
+            self.pending = True
+            graph.stream = self
+            self._driver.replay(graph.handle, self.handle)
+            device.context.last_launch = graph
+            checks = self.checks()
+            if checks is not None:
+                checks.after_replay(graph.table, graph.captured, graph.name)
+
+    # --- waiting
+
+    def synchronize(self) -> None:
+        """Wait until everything queued so far is done; what canaries show is reported then."""
+        self._require_usable()
+        self.drain()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def drain(self) -> None:
+        """Wait, let copies land and report damage. What a callback of the findings raises waits for ``synchronize``."""
+        if not self.pending:
+            return
+        with self._calls:
+            self._driver.synchronize_stream(self.handle)
+            self.pending = False
+            self.staging.land()
+        if self._checks is not None:
+            failure = self._checks.collect()
+            self._failure = self._failure or failure
+
+    def mark_pending(self) -> None:
+        """Something was queued behind this stream's back."""
+        self.pending = True
+
+    def _drop(self) -> None:
+        """Forget what is queued: the device is lost, and with it what the work should have done."""
+        self.pending = False
+        self.staging.drop()
+        if self._checks is not None:
+            self._checks.drop()
+
+    def destroy(self) -> None:
+        """Wait, then give the stream up."""
+        if self.destroyed:
+            return
+        self.abandon_capture()
+        try:
+            self.synchronize()
+        finally:
+            self.destroyed = True
+            self.device.streams.pop(self, None)
+            if self.device.context.lost is None:
+                self._release()
+
+    def _release(self) -> None:
+        self.device.settle()
+        with self._calls:
+            self.staging.release()
+            if self._checks is not None:
+                self._checks.release()
+            self._driver.destroy_stream(self.handle)

@@ -1,0 +1,226 @@
+"""Join operations of a graph into fewer, larger ones that compute the same bits.
+
+On a GPU the step of one token is bound by how many small kernels follow one another. Architectures build graphs of
+elementary operations, whose tensors can be dumped and compared; ``fused`` finds chains of them for which there is one
+kernel. A tensor that disappears in it has exactly one reader and is no output.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from refengine.graph import Graph, Node
+from refengine.kernels.products import MAX_PRODUCTS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from refengine.graph import Setting
+
+
+def fused(graph: Graph) -> Graph:
+    """The graph with fewer nodes, the same inputs and outputs, and the same bits in each tensor that is left."""
+    rewriting = _Rewriting(graph)
+    for op, rewrite in _PATTERNS:
+        for place in range(len(graph.nodes)):
+            node = rewriting.nodes[place]
+            if node is not None and node.op == op:
+                rewrite(rewriting, place, node)
+    return rewriting.result()
+
+
+class _Rewriting:
+    """Nodes by place, of which some have gone, with who writes and who reads each tensor."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.nodes: list[Node | None] = list(graph.nodes)
+        #: tensor -> place of the node that writes it; inputs have none
+        self.writer: dict[str, int] = {}
+        #: tensor -> places of the nodes that read it, once for each role
+        self.readers: defaultdict[str, list[int]] = defaultdict(list)
+        for place, node in enumerate(graph.nodes):
+            self._enter(place, node)
+
+    def _enter(self, place: int, node: Node) -> None:
+        for name in node.results:
+            self.writer[name] = place
+        for name in node.tensors.values():
+            self.readers[name].append(place)
+
+    def _leave(self, place: int) -> None:
+        node = self.nodes[place]
+        assert node is not None, f"place {place} is empty"
+        self.nodes[place] = None
+        for name in node.results:
+            del self.writer[name]
+        for name in node.tensors.values():
+            self.readers[name].remove(place)
+
+    def source(self, name: str, *ops: str) -> tuple[int, Node] | None:
+        """Place and node of one of these operations whose only result ``name`` has one reader and can disappear."""
+        if self.graph.tensors[name].kind != "compute" or len(self.readers[name]) != 1:
+            return None
+        found = self.written_by(name, *ops)
+        return None if found is None or found[1].others else found
+
+    def written_by(self, name: str, *ops: str) -> tuple[int, Node] | None:
+        """Place and node that writes a tensor, if it is one of these operations."""
+        place = self.writer.get(name)
+        node = None if place is None else self.nodes[place]
+        return None if place is None or node is None or node.op not in ops else (place, node)
+
+    def replace(self, places: Sequence[int], place: int, node: Node) -> None:
+        """Put one node where the node of ``place`` was, for those of ``places``."""
+        assert place in places, (place, places)
+        for old in places:
+            self._leave(old)
+        self.nodes[place] = node
+        self._enter(place, node)
+
+    def result(self) -> Graph:
+        """The graph of what is left."""
+        graph = self.graph
+        tensors = {
+            name: spec for name, spec in graph.tensors.items() if spec.kind == "input" or name in self.writer
+        }
+        nodes = [node for node in self.nodes if node is not None]
+        return Graph(graph.shape, graph.rows, graph.prefix, nodes, tensors)
+
+
+def _node(
+    op: str,
+    tensors: Mapping[str, str],
+    output: str | None,
+    *,
+    weights: Mapping[str, str] | None = None,
+    settings: Mapping[str, Setting] | None = None,
+    layer: int | None = None,
+    others: Mapping[str, str] | None = None,
+) -> Node:
+    return Node(
+        op,
+        MappingProxyType(dict(tensors)),
+        output,
+        MappingProxyType(dict(weights or {})),
+        MappingProxyType(dict(settings or {})),
+        layer,
+        MappingProxyType(dict(others or {})),
+        MappingProxyType({}),
+    )
+
+
+def _attention_whole(rewriting: _Rewriting, place: int, node: Node) -> None:
+    """Attention over the only span, then the merge of one."""
+    found = rewriting.source(node.tensors["spans"], "attention")
+    if found is not None and rewriting.graph.shape.n_spans == 1:
+        at, first = found
+        _, n_head, _, _ = rewriting.graph.tensors[node.tensors["spans"]].shape
+        settings = {**first.settings, "n_head": n_head}
+        joined = _node("attention_whole", first.tensors, node.output, settings=settings, layer=first.layer)
+        rewriting.replace((at, place), place, joined)
+
+
+def _attention_gated(rewriting: _Rewriting, place: int, node: Node) -> None:
+    """Attention over the only span, then the output gate of each head."""
+    found = rewriting.source(node.tensors["x"], "attention_whole")
+    if found is not None:
+        at, whole = found
+        tensors = {**whole.tensors, "q_gate": node.tensors["q_gate"]}
+        joined = _node("attention_whole", tensors, node.output, settings=whole.settings, layer=whole.layer)
+        rewriting.replace((at, place), place, joined)
+
+
+def _rope_store(rewriting: _Rewriting, place: int, node: Node) -> None:
+    """RoPE of queries and of keys, before them the norms of their heads, and the store into the layer's cache."""
+    k = rewriting.source(node.tensors["k"], "rope")
+    readers = [other for other in rewriting.nodes[place + 1 :] if other is not None and "q" in other.tensors]
+    q = rewriting.written_by(readers[0].tensors["q"], "rope") if readers else None
+    if k is None or q is None or q[0] > place or readers[0].layer != node.layer:
+        return
+    if k[1].settings["pairing"] != q[1].settings["pairing"]:
+        return
+    places = [q[0], k[0], place]
+    tensors = {
+        "q": q[1].tensors["x"],
+        "k": k[1].tensors["x"],
+        "v": node.tensors["v"],
+        "cell": node.tensors["cell"],
+    }
+    tensors["position"] = q[1].tensors["position"]
+    settings = {"pairing": q[1].settings["pairing"], "n_head": q[1].settings["n_head"]}
+    weights = {}
+    norms = _head_norms(rewriting, q[1], k[1])
+    if norms is not None:
+        (at_q, norm_q), (at_k, norm_k) = norms
+        places += [at_q, at_k]
+        tensors |= {"q": next(iter(norm_q.tensors.values())), "k": norm_k.tensors["x"]}
+        weights = {"q": norm_q.weights["weight"], "k": norm_k.weights["weight"]}
+        settings["eps"] = norm_q.settings["eps"]
+    joined = _node("rope_store", tensors, q[1].output, weights=weights, settings=settings, layer=node.layer)
+    rewriting.replace(places, place, joined)
+
+
+def _head_norms(rewriting: _Rewriting, q: Node, k: Node) -> tuple[tuple[int, Node], tuple[int, Node]] | None:
+    """The norms of heads in front of both rotations; None unless both are there and alike."""
+    norm_q = rewriting.source(q.tensors["x"], "rms_norm", "query_norm")
+    norm_k = rewriting.source(k.tensors["x"], "rms_norm")
+    if norm_q is None or norm_k is None or norm_q[1].settings["eps"] != norm_k[1].settings["eps"]:
+        return None
+    for node, (_, norm) in ((q, norm_q), (k, norm_k)):
+        head_dim = rewriting.graph.tensors[node.tensors["x"]].shape[1] // int(node.settings["n_head"])
+        if norm.settings.get("row", head_dim) != head_dim:
+            return None
+    return norm_q, norm_k
+
+
+def _product_add(rewriting: _Rewriting, place: int, node: Node) -> None:
+    """A product, then the residual addition."""
+    found = rewriting.source(node.tensors["b"], "mul_mat")
+    if found is not None:
+        at, product = found
+        tensors = {"x": product.tensors["x"], "r": node.tensors["a"]}
+        joined = _node("mul_mat_add", tensors, node.output, weights=product.weights)
+        rewriting.replace((at, place), place, joined)
+
+
+def _products_swiglu(rewriting: _Rewriting, place: int, node: Node) -> None:
+    """Gate and up products, then SwiGLU."""
+    gate = rewriting.source(node.tensors["gate"], "mul_mat")
+    up = rewriting.source(node.tensors["up"], "mul_mat")
+    if gate is not None and up is not None and gate[1].tensors["x"] == up[1].tensors["x"]:
+        weights = {"gate": gate[1].weights["weight"], "up": up[1].weights["weight"]}
+        joined = _node("mul_mat_swiglu", {"x": gate[1].tensors["x"]}, node.output, weights=weights)
+        rewriting.replace((gate[0], up[0], place), place, joined)
+
+
+def _products(rewriting: _Rewriting, place: int, node: Node) -> None:
+    """Products of one x. None of them reads another, so all can stand where the first does."""
+    x = node.tensors["x"]
+    places = [at for at in rewriting.readers[x] if _op(rewriting, at) == "mul_mat"]
+    group = sorted(places)[:MAX_PRODUCTS]
+    if place != group[0] or len(group) < 2:
+        return
+    nodes = [found for found in (rewriting.nodes[at] for at in group) if found is not None]
+    weights = {f"{i}": product.weights["weight"] for i, product in enumerate(nodes)}
+    first, *others = [name for product in nodes for name in product.results]
+    named = {f"y_{i}": name for i, name in enumerate(others, 1)}
+    rewriting.replace(group, place, _node("mul_mats", {"x": x}, first, weights=weights, others=named))
+
+
+def _op(rewriting: _Rewriting, place: int) -> str | None:
+    node = rewriting.nodes[place]
+    return None if node is None else node.op
+
+
+#: operation that a chain ends with (of products of one x: begins with) -> what joins it, in the order to try them
+_PATTERNS: tuple[tuple[str, Callable[[_Rewriting, int, Node], None]], ...] = (
+    ("attention_merge", _attention_whole),
+    ("output_gate", _attention_gated),
+    ("store_kv", _rope_store),
+    ("swiglu", _products_swiglu),
+    ("add", _product_add),
+    ("mul_mat", _products),
+)

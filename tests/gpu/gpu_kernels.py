@@ -1,0 +1,77 @@
+"""Every kernel through the CUDA device: against its float64 twin, against itself, against the host's bits."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from engines import Bench
+from kernel_cases import Case, cases, distance
+from kernel_runner import run
+
+from instrumentation.devices.cuda import CudaDevice
+from instrumentation.reservation import BufferRequest
+
+if TYPE_CHECKING:
+    from gpu_report import Report
+
+LIMIT = 1e-11
+
+
+def kernels(report: Report) -> None:
+    """One row a kernel; ``us`` is a prepared launch, queued 50 times and waited for."""
+    print("| kernel | NMSE | twice | host bits | load s | us |")
+    print("|---|---|---|---|---|---|")
+    bench = Bench(device=CudaDevice())
+    equal = total = 0
+    for case in cases():
+        name = case.kernel.name
+        with report.part(name):
+            started = time.perf_counter()
+            bench.device.context.function(case.kernel)
+            seconds = time.perf_counter() - started
+            first, second = (bench.run(case.kernel, case.grid, **case.arguments) for _ in range(2))
+            worst = max(distance(first[output], wanted) for output, wanted in case.expected.items())
+            again = all(first[o].tobytes() == second[o].tobytes() for o in first)
+            host = run_host(case)
+            same = all(first[o].tobytes() == host[o].tobytes() for o in host)
+            us = microseconds(bench, case)
+            ok = worst <= LIMIT and again
+            report.count(name, ok)
+            equal += same
+            total += 1
+            mark = "" if ok else " MISSED"
+            words = "|".join("y" if each else "NO" for each in (again, same))
+            print(f"|{name}|{worst:.1e}|{words}|{seconds:.1f}|{us:.1f}|{mark}", flush=True)
+    report.check("host bits", equal == total, f"{equal} of {total} kernels have the host's bits")
+
+
+def run_host(case: Case) -> dict[str, Any]:
+    """Outputs of the host lowering."""
+    arguments = {name: copy.deepcopy(case.arguments[name]) for name in case.kernel.signature}
+    run(case.kernel, case.grid, *arguments.values())
+    return {name: arguments[name] for name in case.expected}
+
+
+def microseconds(bench: Bench, case: Case) -> float:
+    """Time of one of 50 launches in a row, the best of 3 rows."""
+    arrays = {name: value for name, value in case.arguments.items() if isinstance(value, np.ndarray)}
+    requests = [BufferRequest(max(1, a.nbytes), bench.stream.owner, name) for name, a in arrays.items()]
+    arena = bench.arena(bench.allocator.arena_size(requests))
+    views = {name: bench.put(arena, array, name) for name, array in arrays.items()}
+    prepared = bench.stream.prepare(case.kernel, case.grid, {**case.arguments, **views})
+    times = []
+    for _ in range(3):
+        bench.stream.synchronize()
+        started = time.perf_counter()
+        for _ in range(50):
+            prepared.queue(bench.device.context.driver, bench.stream.handle)
+        bench.stream.pending = True
+        bench.stream.synchronize()
+        times.append((time.perf_counter() - started) / 50 * 1e6)
+    for view in views.values():
+        view.buffer.free()
+    arena.release()
+    return min(times)

@@ -1,0 +1,99 @@
+"""Whole models on the GPU: recorded logits, the host's bits, levels, graphs, drafts, memory."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from engines import DATA, PAIRS, nmse, same_bits
+
+import refengine
+from instrumentation.devices.cuda import CudaDevice
+
+if TYPE_CHECKING:
+    from gpu_report import Report
+
+DRAFTS = {"spec_type": "draft-mtp", "draft_n_max": 3}
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in PAIRS),
+    *((name, DRAFTS | {"n_slots": 2}) for name in PAIRS if name.startswith("qwen35")),
+]
+
+
+def load(name: str, device: str, **options: Any) -> refengine.Engine:
+    """A model with float32 caches, as its recorded logits have."""
+    defaults = {"cache_type_k": "f32", "cache_type_v": "f32", "n_ctx": 128}
+    return refengine.load(DATA / f"{name}.gguf", device=device, **(defaults | options))
+
+
+def results(name: str, device: str, **options: Any) -> tuple[Any, Any, float, bool]:
+    """Prompt logits, the generation, tokens a second once all is warm, and whether everything was clean."""
+    with np.load(DATA / f"{name}.npz") as recorded:
+        tokens = recorded["tokens"].tolist()
+    with load(name, device, **options) as engine:
+        logits = engine.logits(tokens)
+        made = engine.generate(tokens, n_predict=32, temperature=0, return_logits=True)
+        engine.drop_prefixes()
+        first = engine.generate(tokens, n_predict=2, temperature=0, ignore_eos=True)
+        started = time.perf_counter()
+        again = engine.generate(tokens, n_predict=62, temperature=0, ignore_eos=True)
+        rate = len(again.tokens) / (time.perf_counter() - started)
+        clean = engine.check_integrity() == [] and engine.findings == [] and len(first.tokens) == 2
+    return logits, made, rate, clean
+
+
+def models(report: Report) -> None:
+    """One row a model. The columns are checks: y everywhere but for the last two, which are t/s of 62 tokens."""
+    print(
+        "| model | NMSE | greedy | host bits | twice | no graphs | guard | clean | load s | t/s | guard t/s |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    for name, options in MODELS:
+        label = f"{name}{'+drafts' if options else ''}"
+        with report.part(label), np.load(DATA / f"{name}.npz") as recorded:
+            wanted, greedy = recorded["logits"], recorded["greedy"].tolist()
+            started = time.perf_counter()
+            logits, made, rate, clean = results(name, "cuda", **options)
+            seconds = time.perf_counter() - started
+            error = nmse(logits, wanted)
+            host = results(name, "host", **options)
+            twice = results(name, "cuda", **options)
+            plain = results(name, "cuda", cuda_graphs=False, **options)
+            guard = results(name, "cuda", check="guard", **options)
+
+            def same(other: Any, logits: Any = logits, made: Any = made) -> bool:
+                return same_bits(other[0], logits) and same_bits(other[1].logits, made.logits)
+
+            holds = [
+                made.tokens == greedy, same(host), same(twice), same(plain), same(guard), clean and guard[3],
+            ]  # fmt: skip
+            report.count(label, error < 1e-10 and all(holds))
+            shown = "|".join("y" if each else "NO" for each in holds)
+            print(f"|{label}|{error:.1e}|{shown}|{seconds:.1f}|{rate:.0f}|{guard[2]:.0f}|", flush=True)
+
+
+def memory(report: Report) -> None:
+    """Free device memory over 1,000 decodes of changing shapes, after every shape was there once."""
+    for check in ("off", "guard"):
+        with report.part(f"memory {check}"):
+            device = CudaDevice()
+            rng = np.random.default_rng(1)
+            with load("llama", "cuda", check=check, n_slots=2) as engine:
+                for n in range(1, 41):
+                    engine.logits(list(range(1, n + 1)))
+                before = device.memory_info().free
+                started = time.perf_counter()
+                for n in rng.integers(1, 41, 1000).tolist():
+                    engine.logits(list(range(1, n + 1)))
+                seconds = time.perf_counter() - started
+                after = device.memory_info().free
+                clean = engine.check_integrity() == [] and engine.findings == []
+            detail = f"{before - after} bytes grew in 1,000 decodes ({seconds:.1f} s), {len(engine.findings)} findings"
+            # Tables of graphs come and go; the driver takes memory for itself in pieces of 2 MiB.
+            report.check(f"memory {check}", clean and before - after <= 4 << 20, detail)
+            left = device.memory_info().free
+            with load("llama", "cuda", check=check):
+                pass
+            grown = left - device.memory_info().free
+            report.check(f"memory of a second engine {check}", grown <= 4 << 20, f"{grown} bytes are kept")
