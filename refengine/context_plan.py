@@ -51,6 +51,8 @@ class ContextSettings:
     worst_case_reserve: bool = True
     #: join operations into larger kernels, which changes no bit of what is computed; without, each tensor is there
     fuse: bool = True
+    #: join them also where that takes more arithmetic, which pays on a GPU
+    fewest_launches: bool = False
 
     def __post_init__(self) -> None:
         assert min(self.n_ctx, self.n_batch, self.n_ubatch, self.n_sequences) >= 1, self
@@ -172,7 +174,9 @@ class ContextPlan:
     def graph(self, shape: BatchShape) -> Graph:
         """The graph that is run for one batch shape."""
         graph = self.model_graph(shape)
-        return fused(graph) if self.settings.fuse else graph
+        if not self.settings.fuse:
+            return graph
+        return fused(graph, fewest=self.settings.fewest_launches)
 
     def model_graph(self, shape: BatchShape) -> Graph:
         """The model's graph for one batch shape, in elementary operations."""

@@ -20,10 +20,13 @@ if TYPE_CHECKING:
     from refengine.graph import Setting
 
 
-def fused(graph: Graph) -> Graph:
-    """The graph with fewer nodes, the same inputs and outputs, and the same bits in each tensor that is left."""
+def fused(graph: Graph, *, fewest: bool = False) -> Graph:
+    """The graph with fewer nodes, the same inputs and outputs, and the same bits in each tensor that is left.
+
+    ``fewest``: also where that takes more arithmetic, for devices on which a launch costs more than it.
+    """
     rewriting = _Rewriting(graph)
-    for op, rewrite in _PATTERNS:
+    for op, rewrite in (*(_FEWEST if fewest else ()), *_PATTERNS):
         for place in range(len(graph.nodes)):
             node = rewriting.nodes[place]
             if node is not None and node.op == op:
@@ -176,23 +179,66 @@ def _head_norms(rewriting: _Rewriting, q: Node, k: Node) -> tuple[tuple[int, Nod
     return norm_q, norm_k
 
 
+def _norm_of_rows(rewriting: _Rewriting, place: int, node: Node) -> None:
+    """The choice of rows, then their norm."""
+    found = rewriting.source(node.tensors["x"], "select_rows")
+    (n,) = rewriting.graph.tensors[node.tensors["x"]].shape[1:]
+    if found is not None and node.settings["row"] == n:
+        at, choice = found
+        joined = _node(
+            "rms_norm_rows", choice.tensors, node.output, weights=node.weights, settings=node.settings
+        )
+        rewriting.replace((at, place), place, joined)
+
+
+def _norms_concat(rewriting: _Rewriting, place: int, node: Node) -> None:
+    """Two norms whose results then lie side by side."""
+    found = [rewriting.source(node.tensors[role], "rms_norm") for role in ("a", "b")]
+    norms = [pair for pair in found if pair is not None]
+    if len(norms) < 2 or norms[0][1].settings["eps"] != norms[1][1].settings["eps"]:
+        return
+    tensors, weights = {}, {}
+    for role, (_, norm) in zip(("a", "b"), norms, strict=True):
+        tensors[role], weights[role] = norm.tensors["x"], norm.weights["weight"]
+        if norm.settings["row"] != rewriting.graph.tensors[tensors[role]].shape[1]:
+            return
+    settings = {"eps": norms[0][1].settings["eps"]}
+    joined = _node("rms_norm_concat", tensors, node.output, weights=weights, settings=settings)
+    rewriting.replace((norms[0][0], norms[1][0], place), place, joined)
+
+
+def _conv_gates(rewriting: _Rewriting, place: int, node: Node) -> None:
+    """The gates of a delta net, beside the convolution before it. Neither reads the other."""
+    conv = rewriting.written_by(node.tensors["qkv"], "short_conv")
+    gates = rewriting.written_by(node.tensors["gates"], "delta_gates")
+    if conv is None or gates is None or gates[1].output is None:
+        return
+    joined = _node(
+        "short_conv_gates", {**conv[1].tensors, **gates[1].tensors}, conv[1].output,
+        weights={**conv[1].weights, **gates[1].weights}, layer=conv[1].layer, others={"gates": gates[1].output},
+    )  # fmt: skip
+    last = max(conv[0], gates[0])
+    assert last < place, "a node reads what is not written yet"
+    rewriting.replace((conv[0], gates[0]), last, joined)
+
+
 def _product_add(rewriting: _Rewriting, place: int, node: Node) -> None:
-    """A product, then the residual addition."""
-    found = rewriting.source(node.tensors["b"], "mul_mat")
+    """A product, or the weighted sum of experts, then the residual addition."""
+    found = rewriting.source(node.tensors["b"], "mul_mat", "combine_experts")
     if found is not None:
         at, product = found
-        tensors = {"x": product.tensors["x"], "r": node.tensors["a"]}
-        joined = _node("mul_mat_add", tensors, node.output, weights=product.weights)
+        tensors = {**product.tensors, "r": node.tensors["a"]}
+        joined = _node(f"{product.op}_add", tensors, node.output, weights=product.weights)
         rewriting.replace((at, place), place, joined)
 
 
 def _products_swiglu(rewriting: _Rewriting, place: int, node: Node) -> None:
     """Gate and up products, then SwiGLU."""
-    gate = rewriting.source(node.tensors["gate"], "mul_mat")
-    up = rewriting.source(node.tensors["up"], "mul_mat")
-    if gate is not None and up is not None and gate[1].tensors["x"] == up[1].tensors["x"]:
+    gate = rewriting.source(node.tensors["gate"], *_SWIGLU)
+    up = rewriting.source(node.tensors["up"], *_SWIGLU)
+    if gate is not None and up is not None and (gate[1].op, gate[1].tensors) == (up[1].op, up[1].tensors):
         weights = {"gate": gate[1].weights["weight"], "up": up[1].weights["weight"]}
-        joined = _node("mul_mat_swiglu", {"x": gate[1].tensors["x"]}, node.output, weights=weights)
+        joined = _node(_SWIGLU[gate[1].op], gate[1].tensors, node.output, weights=weights)
         rewriting.replace((gate[0], up[0], place), place, joined)
 
 
@@ -215,12 +261,17 @@ def _op(rewriting: _Rewriting, place: int) -> str | None:
     return None if node is None else node.op
 
 
+#: kind of product -> gate and up products of this kind, then SwiGLU
+_SWIGLU = {"mul_mat": "mul_mat_swiglu", "mul_mat_experts": "experts_swiglu"}
 #: operation that a chain ends with (of products of one x: begins with) -> what joins it, in the order to try them
 _PATTERNS: tuple[tuple[str, Callable[[_Rewriting, int, Node], None]], ...] = (
+    ("rms_norm", _norm_of_rows),
+    ("concat_rows", _norms_concat),
+    ("gated_delta", _conv_gates),
     ("attention_merge", _attention_whole),
     ("output_gate", _attention_gated),
     ("store_kv", _rope_store),
-    ("swiglu", _products_swiglu),
     ("add", _product_add),
     ("mul_mat", _products),
 )
+_FEWEST: tuple[tuple[str, Callable[[_Rewriting, int, Node], None]], ...] = (("swiglu", _products_swiglu),)

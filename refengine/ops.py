@@ -10,11 +10,11 @@ from refengine.kernels.attention import attention, attention_merge, attention_wh
 from refengine.kernels.elementwise import SPAN
 from refengine.kernels.gated_delta import columns_per_block, gated_delta
 from refengine.kernels.mul_mat import TILE, get_rows, mul_mat
-from refengine.kernels.norm import rms_norm
+from refengine.kernels.norm import rms_norm, rms_norm_concat, rms_norm_rows
 from refengine.kernels.products import mul_mat_add, mul_mat_swiglu, mul_mats
 from refengine.kernels.rope import Pairing, rope
 from refengine.kernels.rope_store import rope_store
-from refengine.kernels.short_conv import short_conv
+from refengine.kernels.short_conv import short_conv, short_conv_gates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -93,12 +93,19 @@ def _mul_mat_add(o: Operands) -> Call:
     return Call(mul_mat_add(matrix.type, tile), (matrix.n_out, n_tiles), arguments)
 
 
+def _parted(o: Operands) -> dict[str, Argument]:
+    """The array arguments of several matrices, each behind its role."""
+    return {
+        f"{role}_{name}": view
+        for role, matrix in o.matrices.items()
+        for name, view in matrix.arguments.items()
+    }
+
+
 def _mul_mat_swiglu(o: Operands) -> Call:
     gate, up, x = o.matrices["gate"], o.matrices["up"], o.tensors["x"]
     tile, n_tiles = _tiles(x)
-    arguments: dict[str, Argument] = {"x": x, "y": o.y}
-    for part, matrix in (("gate", gate), ("up", up)):
-        arguments |= {f"{part}_{name}": view for name, view in matrix.arguments.items()}
+    arguments: dict[str, Argument] = {"x": x, "y": o.y, **_parted(o)}
     return Call(mul_mat_swiglu((gate.type, up.type), tile), (gate.n_out, n_tiles), arguments)
 
 
@@ -124,6 +131,22 @@ def _rms_norm(o: Operands) -> Call:
         "eps": float(o.settings["eps"]),
     }
     return Call(rms_norm, x.shape[0], arguments)
+
+
+def _rms_norm_rows(o: Operands) -> Call:
+    rows = o.tensors["rows"]
+    arguments: dict[str, Argument] = {
+        "x": o.tensors["x"], "rows": rows, "weight": o.vectors["weight"], "y": o.y, "eps": float(o.settings["eps"]),
+    }  # fmt: skip
+    return Call(rms_norm_rows, rows.shape[0], arguments)
+
+
+def _rms_norm_concat(o: Operands) -> Call:
+    arguments: dict[str, Argument] = {
+        "a": o.tensors["a"], "b": o.tensors["b"], "weight_a": o.vectors["a"], "weight_b": o.vectors["b"], "y": o.y,
+        "eps": float(o.settings["eps"]),
+    }  # fmt: skip
+    return Call(rms_norm_concat, (2, o.y.shape[0]), arguments)
 
 
 def _heads(view: View, n_head: int) -> View:
@@ -265,6 +288,17 @@ def _short_conv(o: Operands) -> Call:
     return Call(short_conv(weight.shape[1]), grid, arguments)
 
 
+def _short_conv_gates(o: Operands) -> Call:
+    plain = _short_conv(o)
+    alpha, weight = o.tensors["alpha"], o.vectors["weight"]
+    columns, n_segments = _ceil(o.y.shape[1], 32) + _ceil(alpha.shape[1], 32), o.tensors["segments"].shape[0]
+    arguments: dict[str, Argument] = {
+        **plain.arguments, "alpha": alpha, "beta": o.tensors["beta"], "dt_bias": o.vectors["dt_bias"],
+        "a": o.vectors["a"], "gates": o.tensors["gates"],
+    }  # fmt: skip
+    return Call(short_conv_gates(weight.shape[1]), (columns, n_segments), arguments)
+
+
 def _delta_gates(o: Operands) -> Call:
     alpha = o.tensors["alpha"]
     arguments: dict[str, Argument] = {
@@ -329,6 +363,20 @@ def _mul_mat_experts(o: Operands) -> Call:
     return Call(experts.mul_mat_experts(matrix.type), (n_out, n_used, n_rows), arguments)
 
 
+def _experts_swiglu(o: Operands) -> Call:
+    gate, up, x = o.matrices["gate"], o.matrices["up"], o.tensors["x"]
+    n_rows, n_used, n_out = o.y.shape
+    arguments: dict[str, Argument] = {
+        "index": o.tensors["index"], "x": x.reshape((n_rows, 1, x.shape[1])), "y": o.y, **_parted(o),
+    }  # fmt: skip
+    return Call(experts.experts_swiglu((gate.type, up.type)), (n_out, n_used, n_rows), arguments)
+
+
+def _combine_experts_add(o: Operands) -> Call:
+    plain = _combine_experts(o)
+    return Call(experts.combine_experts_add, plain.grid, {**plain.arguments, "r": o.tensors["r"]})
+
+
 def _combine_experts(o: Operands) -> Call:
     arguments: dict[str, Argument] = {
         "x": o.tensors["x"], "weight": o.tensors["weight"], "shared": o.tensors["shared"],
@@ -343,8 +391,10 @@ OPS: dict[str, Callable[[Operands], Call]] = {
     "attention_merge": _attention_merge,
     "attention_whole": _attention_whole,
     "combine_experts": _combine_experts,
+    "combine_experts_add": _combine_experts_add,
     "concat_rows": _concat_rows,
     "delta_gates": _delta_gates,
+    "experts_swiglu": _experts_swiglu,
     "gated_delta": _gated_delta,
     "gated_norm": _gated_norm,
     "gather_hidden": _gather_hidden,
@@ -357,12 +407,15 @@ OPS: dict[str, Callable[[Operands], Call]] = {
     "output_gate": _output_gate,
     "query_norm": _query_norm,
     "rms_norm": _rms_norm,
+    "rms_norm_concat": _rms_norm_concat,
+    "rms_norm_rows": _rms_norm_rows,
     "rope": _rope,
     "rope_store": _rope_store,
     "route": _route,
     "scatter_rows": _scatter_rows,
     "select_rows": _select_rows,
     "short_conv": _short_conv,
+    "short_conv_gates": _short_conv_gates,
     "store_kv": _store_kv,
     "swiglu": _swiglu,
 }

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import threading
 import types as python_types
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from instrumentation.errors import DeviceError
 from instrumentation.kernel.intrinsics import Intrinsic
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from instrumentation.kernel.parse import ParsedFunction
 
 _asking = threading.Lock()
@@ -62,6 +65,28 @@ def cuda_signature(signature: dict[str, Any]) -> Any:
     return types.void(*signature.values())
 
 
+@contextmanager
+def _no_wraparound() -> Iterator[None]:
+    """Let Numba take a negative index for what it is, an address before the array, as the host lowering does.
+
+    Numba makes Python's meaning of it, an element from the end: three instructions at each access, and a
+    wrong index that stays unseen since it stays inside the array.
+    """
+    from numba.cuda.np import arrayobj  # noqa: PLC0415
+
+    def as_it_is(context: Any, builder: Any, kind: Any, index: Any, _size: Any) -> Any:
+        from numba.core import types  # noqa: PLC0415
+
+        return context.cast(builder, index, kind, types.intp if kind.signed else types.uintp)
+
+    usual = arrayobj.fix_integer_index
+    arrayobj.fix_integer_index = as_it_is
+    try:
+        yield
+    finally:
+        arrayobj.fix_integer_index = usual
+
+
 def compile_ptx(
     function: Any, parsed: ParsedFunction, signature: Any, compute_capability: tuple[int, int]
 ) -> str:
@@ -74,7 +99,7 @@ def compile_ptx(
 
     # A device function asks the current device which code it shall become; without a GPU we answer.
     stand_in = python_types.SimpleNamespace(compute_capability=compute_capability)
-    with _asking:
+    with _asking, _no_wraparound():
         asked = dispatcher.get_current_device
         dispatcher.get_current_device = lambda: stand_in
         try:

@@ -64,20 +64,22 @@ def all_kernels() -> Iterator[Kernel]:
     from refengine.kernels.quants import FORMATS  # noqa: PLC0415
     from refengine.kernels.rope import rope  # noqa: PLC0415
     from refengine.kernels.rope_store import rope_store  # noqa: PLC0415
-    from refengine.kernels.short_conv import short_conv  # noqa: PLC0415
+    from refengine.kernels.short_conv import short_conv, short_conv_gates  # noqa: PLC0415
 
-    yield from (norm.rms_norm, elementwise.swiglu, elementwise.add, elementwise.select_rows, select.top_k)
+    yield from (norm.rms_norm, norm.rms_norm_rows, norm.rms_norm_concat)
+    yield from (elementwise.swiglu, elementwise.add, elementwise.select_rows, select.top_k)
     yield from (hidden.gather_hidden, hidden.scatter_rows, hidden.concat_rows)
     yield from (rope("norm"), rope("neox"))
     yield from (gates.delta_gates, gates.gated_norm, gates.query_norm, gates.output_gate)
-    yield from (experts.route, experts.combine_experts)
-    yield from (short_conv(n_taps) for n_taps in CONV_TAPS)
+    yield from (experts.route, experts.combine_experts, experts.combine_experts_add)
+    yield from (made(n_taps) for n_taps in CONV_TAPS for made in (short_conv, short_conv_gates))
     yield from (gated_delta(state_size) for state_size in STATE_SIZES)
     for quantisation in FORMATS:
         yield get_rows(quantisation)
         yield experts.mul_mat_experts(quantisation)
         yield from (mul_mat(quantisation, tile) for tile in (1, TILE))
         yield mul_mat_add(quantisation, TILE)
+    yield from (experts.experts_swiglu(pair) for pair in in_pairs(FORMATS))
     for tile in (1, TILE):
         yield from (mul_mats(group, tile) for group in grouped(FORMATS))
         yield from (mul_mat_swiglu(pair, tile) for pair in in_pairs(FORMATS))

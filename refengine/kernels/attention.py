@@ -66,7 +66,7 @@ def store_kv(type_k: CacheType, type_v: CacheType) -> Kernel:
 
 
 @functools.cache
-def _span(  # noqa: C901 - as the function in it
+def _span(  # noqa: C901, PLR0915 - as the function in it
     type_k: CacheType, type_v: CacheType, head_dim: int, *, whole: bool, gated: bool
 ) -> DeviceFunction:
     """What both kernels do with a span; ``whole``: it is the only one, ``gated``: and ``output_gate`` follows."""

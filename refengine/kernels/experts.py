@@ -7,14 +7,15 @@ chose.
 
 # No "from __future__ import annotations": the types of a kernel's parameters are read at run time.
 import functools
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType
 from numba import cuda, float32, int32
 
-from instrumentation.kernel import Kernel, kernel
-from instrumentation.kernel.types import f32_2d, f32_3d, i32_2d, u8_2d, u16_2d, u32_2d
+from instrumentation.kernel import DeviceFunction, Kernel, device_function, kernel
+from instrumentation.kernel.types import f32_2d, f32_3d, i32, i32_2d, u8_2d, u16_2d, u32_2d
 from refengine.kernels.elementwise import SPAN
 from refengine.kernels.gates import sigmoid_f64
 from refengine.kernels.numerics import FULL, INFINITY, exp_f32, sigmoid_f32, warp_max, warp_sum
@@ -81,9 +82,40 @@ def route(logits: f32_2d, index: i32_2d, weight: f32_2d) -> None:
 
 
 @functools.cache
+def _expert_column(quantisation: GGMLQuantizationType) -> DeviceFunction:
+    """One element of a product with an expert's matrix, float32."""
+    weight = format_of(quantisation).weight
+
+    @device_function
+    def column(
+        codes: u8_2d,
+        halves: u16_2d,
+        words: u32_2d,
+        x: f32_3d,
+        row: i32,
+        part: i32,
+        weight_row: i32,
+        lane: i32,
+    ) -> Any:
+        own = float32(0.0)
+        n_blocks = x.shape[2] // 32
+        for b in range(n_blocks):
+            own = cuda.fma(
+                weight(codes, halves, words, weight_row, b, lane), x[row, part, b * 32 + lane], own
+            )
+        if n_blocks * 32 < x.shape[2]:
+            at = n_blocks * 32 + lane
+            v = x[row, part, at] if at < x.shape[2] else float32(0.0)
+            own = cuda.fma(weight(codes, halves, words, weight_row, n_blocks, lane), v, own)
+        return warp_sum(own)
+
+    return column
+
+
+@functools.cache
 def mul_mat_experts(quantisation: GGMLQuantizationType) -> Kernel:
     """Products of rows with the matrices of their experts. Grid: (n_out, n_used, n_rows)."""
-    weight = format_of(quantisation).weight
+    column = _expert_column(quantisation)
 
     @kernel(block=32, strict=True)
     def mul_mat_experts(
@@ -101,22 +133,54 @@ def mul_mat_experts(quantisation: GGMLQuantizationType) -> Kernel:
         row = cuda.blockIdx.z
         part = min(used, x.shape[1] - 1)
         weight_row = index[row, used] * y.shape[2] + out
-        own = float32(0.0)
-        n_blocks = x.shape[2] // 32
-        for b in range(n_blocks):
-            own = cuda.fma(
-                weight(codes, halves, words, weight_row, b, lane), x[row, part, b * 32 + lane], own
-            )
-        if n_blocks * 32 < x.shape[2]:
-            at = n_blocks * 32 + lane
-            v = x[row, part, at] if at < x.shape[2] else float32(0.0)
-            own = cuda.fma(weight(codes, halves, words, weight_row, n_blocks, lane), v, own)
-        total = warp_sum(own)
+        total = column(codes, halves, words, x, row, part, weight_row, lane)
         if lane == 0:
             y[row, used, out] = total
 
     mul_mat_experts.name = f"mul_mat_experts_{quantisation.name.lower()}"
     return mul_mat_experts
+
+
+@functools.cache
+def experts_swiglu(quantisations: tuple[GGMLQuantizationType, GGMLQuantizationType]) -> Kernel:
+    """As two ``mul_mat_experts``, gate and up, then ``swiglu`` of both. Grid: (n_out, n_used, n_rows)."""
+    gate_column, up_column = (_expert_column(quantisation) for quantisation in quantisations)
+
+    @kernel(block=32, strict=True)
+    def experts_swiglu(
+        gate_codes: u8_2d,
+        gate_halves: u16_2d,
+        gate_words: u32_2d,
+        up_codes: u8_2d,
+        up_halves: u16_2d,
+        up_words: u32_2d,
+        index: i32_2d,
+        x: f32_3d,
+        y: f32_3d,
+    ) -> None:
+        """Shapes as of ``mul_mat_experts``."""
+        lane = cuda.threadIdx.x
+        out = cuda.blockIdx.x
+        used = cuda.blockIdx.y
+        row = cuda.blockIdx.z
+        part = min(used, x.shape[1] - 1)
+        weight_row = index[row, used] * y.shape[2] + out
+        gate = gate_column(gate_codes, gate_halves, gate_words, x, row, part, weight_row, lane)
+        up = up_column(up_codes, up_halves, up_words, x, row, part, weight_row, lane)
+        if lane == 0:
+            y[row, used, out] = gate * sigmoid_f32(gate) * up
+
+    experts_swiglu.name = "experts_swiglu_" + "_".join(kind.name.lower() for kind in quantisations)
+    return experts_swiglu
+
+
+@device_function
+def _combined(x: f32_3d, weight: f32_2d, shared: f32_2d, gate: f32_2d, row: i32, i: i32) -> Any:
+    """Element i of a row of the weighted sum."""
+    total = float32(0.0)
+    for used in range(x.shape[1]):
+        total = cuda.fma(weight[row, used], x[row, used, i], total)
+    return cuda.fma(sigmoid_f32(gate[row, 0]), shared[row, i], total)
 
 
 @kernel(block=32, strict=True)
@@ -133,10 +197,23 @@ def combine_experts(x: f32_3d, weight: f32_2d, shared: f32_2d, gate: f32_2d, y: 
     for b in range(SPAN // 32):
         i = first + b * 32 + lane
         if i < n:
-            total = float32(0.0)
-            for used in range(x.shape[1]):
-                total = cuda.fma(weight[row, used], x[row, used, i], total)
-            y[row, i] = cuda.fma(sigmoid_f32(gate[row, 0]), shared[row, i], total)
+            y[row, i] = _combined(x, weight, shared, gate, row, i)
+
+
+@kernel(block=32, strict=True)
+def combine_experts_add(
+    x: f32_3d, weight: f32_2d, shared: f32_2d, gate: f32_2d, r: f32_2d, y: f32_2d
+) -> None:
+    """As ``combine_experts``, then ``add``: y = r + the weighted sum; r [n_rows, n]."""
+    lane = cuda.threadIdx.x
+    first = cuda.blockIdx.x * SPAN
+    row = cuda.blockIdx.y
+    n = y.shape[1]
+    for b in range(SPAN // 32):
+        i = first + b * 32 + lane
+        if i < n:
+            total = _combined(x, weight, shared, gate, row, i)
+            y[row, i] = r[row, i] + total
 
 
 def route_f64(

@@ -55,6 +55,12 @@ def softplus_f32(x: Any) -> Any:
     return x if x > float32(SOFTPLUS_LIMIT) else log1p_f32(exp_f32(x))
 
 
+@device_function
+def decay_of(alpha: Any, dt_bias: Any, a: Any) -> Any:
+    """How much of a head's matrix stays."""
+    return exp_f32(a * softplus_f32(alpha + dt_bias))
+
+
 @kernel(block=32, strict=True)
 def delta_gates(alpha: f32_2d, beta: f32_2d, dt_bias: f32_1d, a: f32_1d, gates: f32_3d) -> None:
     """Decay exp(a * softplus(alpha + dt_bias)) and step sigmoid(beta) of each value head.
@@ -65,7 +71,7 @@ def delta_gates(alpha: f32_2d, beta: f32_2d, dt_bias: f32_1d, a: f32_1d, gates: 
     head = cuda.blockIdx.x * 32 + cuda.threadIdx.x
     row = cuda.blockIdx.y
     if head < alpha.shape[1]:
-        gates[row, 0, head] = exp_f32(a[head] * softplus_f32(alpha[row, head] + dt_bias[head]))
+        gates[row, 0, head] = decay_of(alpha[row, head], dt_bias[head], a[head])
         gates[row, 1, head] = sigmoid_f32(beta[row, head])
 
 

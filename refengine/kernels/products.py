@@ -40,7 +40,10 @@ def mul_mat_add(quantisation: GGMLQuantizationType, tile: int) -> Kernel:
 
 @functools.cache
 def mul_mat_swiglu(quantisations: Quantisations, tile: int) -> Kernel:
-    """As two ``mul_mat``, then ``swiglu`` of both. Grid: (n_out, ceil(n_rows / tile))."""
+    """As two ``mul_mat``, then ``swiglu`` of both. Grid: (n_out, ceil(n_rows / tile)).
+
+    On the host a sigmoid for each block's few results costs more than a launch for all results does.
+    """
     gate_weight, up_weight = (format_of(quantisation).weight for quantisation in quantisations)
     rows = tuple(range(tile))
 
@@ -71,11 +74,17 @@ def mul_mat_swiglu(quantisations: Quantisations, tile: int) -> Kernel:
             for j in rows:
                 gates[j] = cuda.fma(gate_w, x[min(first + j, last), b * 32 + lane], gates[j])
                 ups[j] = cuda.fma(up_w, x[min(first + j, last), b * 32 + lane], ups[j])
+        # Lane j takes row j, so that one evaluation of the sigmoid serves them all.
+        gate = float32(0.0)
+        up = float32(0.0)
         for j in rows:
-            gate = warp_sum(gates[j])
-            up = warp_sum(ups[j])
-            if lane == 0 and first + j <= last:
-                y[first + j, out] = gate * sigmoid_f32(gate) * up
+            gate_sum = warp_sum(gates[j])
+            up_sum = warp_sum(ups[j])
+            if lane == j:
+                gate = gate_sum
+                up = up_sum
+        if lane < tile and first + lane <= last:
+            y[first + lane, out] = gate * sigmoid_f32(gate) * up
 
     mul_mat_swiglu.name = f"mul_mat_swiglu_{_suffix(quantisations, tile)}"
     return mul_mat_swiglu

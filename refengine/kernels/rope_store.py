@@ -49,7 +49,9 @@ def _normed(x: f32_3d, weight: f32_1d, token: i32, head: i32, i: i32, scale: f32
 
 
 @functools.cache
-def rope_store(pairing: Pairing, type_k: CacheType, type_v: CacheType, *, norms: bool) -> Kernel:
+def rope_store(  # noqa: PLR0915 - two kinds of blocks
+    pairing: Pairing, type_k: CacheType, type_v: CacheType, *, norms: bool
+) -> Kernel:
     """Kernel for one pairing, element types of the cache, norms or none. Grid: (n_head + n_head_kv, n_tokens)."""
     step = 2 if pairing == "norm" else 1
     adjacent = 1 if pairing == "norm" else 0
@@ -75,7 +77,7 @@ def rope_store(pairing: Pairing, type_k: CacheType, type_v: CacheType, *, norms:
         p: i32,
         scale: f32,
     ) -> Any:
-        """Element i of a head as ``rope`` writes it."""
+        """Element i of a head as ``rope`` writes it; a block of keys is measured before any of it is stored."""
         half = cosine.shape[1]
         distance = adjacent if adjacent > 0 else half
         # Behind the pairs nothing is turned: any pair will do.
@@ -118,10 +120,21 @@ def rope_store(pairing: Pairing, type_k: CacheType, type_v: CacheType, *, norms:
         if cuda.blockIdx.x < n_head:
             q_head = cuda.blockIdx.x
             q_scale = scale_of(q, token, q_head, n_dim, eps, lane)
-            for part in range((n_dim + 31) // 32):
-                at = part * 32 + lane
+            half = cosine.shape[1]
+            distance = adjacent if adjacent > 0 else half
+            for part in range((half + 31) // 32):
+                pair = part * 32 + lane
+                if pair < half:
+                    x0 = element(q, weight_q, token, q_head, pair * step, q_scale)
+                    x1 = element(q, weight_q, token, q_head, pair * step + distance, q_scale)
+                    c = cosine[p, pair]
+                    s = sine[p, pair]
+                    y[token, q_head, pair * step] = cuda.fma(x0, c, -(x1 * s))
+                    y[token, q_head, pair * step + distance] = cuda.fma(x0, s, x1 * c)
+            for rest in range((n_dim - 2 * half + 31) // 32):
+                at = 2 * half + rest * 32 + lane
                 if at < n_dim:
-                    y[token, q_head, at] = turned(q, weight_q, cosine, sine, token, q_head, at, p, q_scale)
+                    y[token, q_head, at] = element(q, weight_q, token, q_head, at, q_scale)
         else:
             head = cuda.blockIdx.x - n_head
             page = cell[token] // PAGE

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 from numba import cuda, float32
 
-from instrumentation.kernel import Kernel, kernel
-from instrumentation.kernel.types import f32_2d, f32_4d, i32_2d
-from refengine.kernels.gates import sigmoid_f64
+from instrumentation.kernel import DeviceFunction, Kernel, device_function, kernel
+from instrumentation.kernel.types import f32_1d, f32_2d, f32_3d, f32_4d, i32_2d
+from refengine.kernels.gates import decay_of, sigmoid_f64
 from refengine.kernels.numerics import sigmoid_f32
 
 #: first of the columns of ``segments`` that say where states are written
@@ -33,16 +33,15 @@ def segment_columns(n_rs_seq: int) -> int:
 
 
 @functools.cache
-def short_conv(n_taps: int) -> Kernel:
-    """Kernel for one number of taps (at least 2). Grid: (ceil(n_channels / 32), n_segments)."""
+def _convolution(n_taps: int) -> DeviceFunction:
+    """What a block does with its 32 channels of a segment."""
     assert n_taps >= 2, n_taps
     n_old = n_taps - 1
     taps = tuple(range(n_taps))
     old_taps = tuple(range(n_old))
 
-    @kernel(block=32, strict=True)
-    def short_conv(x: f32_2d, weight: f32_2d, segments: i32_2d, history: f32_4d, y: f32_2d) -> None:
-        """x, y [n_rows, n_channels]; weight [n_channels, n_taps] (the last tap is the row's own)."""
+    @device_function
+    def convolve(x: f32_2d, weight: f32_2d, segments: i32_2d, history: f32_4d, y: f32_2d) -> None:
         channel = cuda.blockIdx.x * 32 + cuda.threadIdx.x
         segment = cuda.blockIdx.y
         first = segments[segment, 0]
@@ -82,8 +81,58 @@ def short_conv(n_taps: int) -> Kernel:
                     else:
                         history[slot, plane, k, channel] = x[first + at, channel]
 
+    return convolve
+
+
+@functools.cache
+def short_conv(n_taps: int) -> Kernel:
+    """Kernel for one number of taps (at least 2). Grid: (ceil(n_channels / 32), n_segments)."""
+    convolve = _convolution(n_taps)
+
+    @kernel(block=32, strict=True)
+    def short_conv(x: f32_2d, weight: f32_2d, segments: i32_2d, history: f32_4d, y: f32_2d) -> None:
+        """x, y [n_rows, n_channels]; weight [n_channels, n_taps] (the last tap is the row's own)."""
+        convolve(x, weight, segments, history, y)
+
     short_conv.name = f"short_conv_{n_taps}"
     return short_conv
+
+
+@functools.cache
+def short_conv_gates(n_taps: int) -> Kernel:
+    """As ``short_conv`` and, for the same rows, ``delta_gates``.
+
+    Grid: (ceil(n_channels / 32) + ceil(n_head / 32), n_segments).
+    """
+    convolve = _convolution(n_taps)
+
+    @kernel(block=32, strict=True)
+    def short_conv_gates(
+        x: f32_2d,
+        weight: f32_2d,
+        alpha: f32_2d,
+        beta: f32_2d,
+        dt_bias: f32_1d,
+        a: f32_1d,
+        segments: i32_2d,
+        history: f32_4d,
+        y: f32_2d,
+        gates: f32_3d,
+    ) -> None:
+        """Shapes as of both; every row must be in a segment."""
+        n_blocks = (x.shape[1] + 31) // 32
+        if cuda.blockIdx.x < n_blocks:
+            convolve(x, weight, segments, history, y)
+        else:
+            head = (cuda.blockIdx.x - n_blocks) * 32 + cuda.threadIdx.x
+            begin = segments[cuda.blockIdx.y, 0]
+            for row in range(begin, begin + segments[cuda.blockIdx.y, 1]):
+                if head < alpha.shape[1]:
+                    gates[row, 0, head] = decay_of(alpha[row, head], dt_bias[head], a[head])
+                    gates[row, 1, head] = sigmoid_f32(beta[row, head])
+
+    short_conv_gates.name = f"short_conv_gates_{n_taps}"
+    return short_conv_gates
 
 
 def short_conv_f64(

@@ -46,7 +46,7 @@ from refengine.kernels.quants import FORMATS
 from refengine.kernels.quants.layout import Packed
 from refengine.kernels.rope import rope, rope_f64, rope_tables
 from refengine.kernels.rope_store import norm_rope_f64, rope_store
-from refengine.kernels.short_conv import short_conv, short_conv_f64
+from refengine.kernels.short_conv import short_conv, short_conv_f64, short_conv_gates
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -145,6 +145,17 @@ def cases(seed: int = 0) -> Iterator[Case]:
     )  # fmt: skip
     rows = np.array([4, 0, 4], np.int32)
     yield Case(elementwise.select_rows, (3,), {"x": x, "rows": rows, "y": poisoned((3, 576))}, {"y": x[rows]})
+    yield Case(
+        norm.rms_norm_rows, (3,), {"x": x, "rows": rows, "weight": w, "y": poisoned((3, 576)), "eps": 1e-5},
+        {"y": norm.rms_norm_f64(x[rows], w, 1e-5)},
+    )  # fmt: skip
+    other, other_w = normal(5, 70), normal(70)
+    both = [norm.rms_norm_f64(x, w, 1e-5), norm.rms_norm_f64(other, other_w, 1e-5)]
+    yield Case(
+        norm.rms_norm_concat, (2, 5),
+        {"a": x, "b": other, "weight_a": w, "weight_b": other_w, "y": poisoned((5, 646)), "eps": 1e-5},
+        {"y": np.concatenate(both, axis=1)},
+    )  # fmt: skip
     logits = normal(3, 5000)
     index, value = select.top_k_f64(logits, 8)
     yield Case(
@@ -235,6 +246,12 @@ def _gate_cases(rng: np.random.Generator) -> Iterator[Case]:
         {"x": parts, "weight": narrow, "shared": shared, "gate": gate, "y": poisoned((4, 700))},
         {"y": experts.combine_experts_f64(parts, narrow, shared, gate)},
     )  # fmt: skip
+    r = normal(4, 700)
+    yield Case(
+        experts.combine_experts_add, (-(-700 // elementwise.SPAN), 4),
+        {"x": parts, "weight": narrow, "shared": shared, "gate": gate, "r": r, "y": poisoned((4, 700))},
+        {"y": r + experts.combine_experts_f64(parts, narrow, shared, gate)},
+    )  # fmt: skip
 
 
 def _recurrent_cases(rng: np.random.Generator) -> Iterator[Case]:
@@ -252,6 +269,16 @@ def _recurrent_cases(rng: np.random.Generator) -> Iterator[Case]:
         short_conv(4), (3, 3),
         {"x": x, "weight": weight, "segments": segments, "history": history, "y": poisoned(x.shape)},
         {"y": y, "history": wanted},
+    )  # fmt: skip
+    alpha, beta = (rng.standard_normal((5, 40)).astype(np.float32) for _ in range(2))
+    dt_bias, a = rng.standard_normal(40).astype(np.float32), -rng.uniform(0.1, 2, 40).astype(np.float32)
+    yield Case(
+        short_conv_gates(4), (3 + 2, 3),
+        {
+            "x": x, "weight": weight, "alpha": alpha, "beta": beta, "dt_bias": dt_bias, "a": a, "segments": segments,
+            "history": history, "y": poisoned(x.shape), "gates": poisoned((5, 2, 40)),
+        },
+        {"y": y, "history": wanted, "gates": gates.delta_gates_f64(alpha, beta, dt_bias, a)},
     )  # fmt: skip
     n_key, n_head, eps = 2, 4, float(np.float32(1e-6))
     for size in STATE_SIZES:
@@ -282,10 +309,29 @@ def _matrix(rng: np.random.Generator, quantisation: Any, n_out: int, n_in: int) 
     return packed(quantisation, raw, n_out, n_in), dense
 
 
+def _behind(role: str, arrays: dict[str, Any]) -> dict[str, Any]:
+    return {f"{role}_{name}": array for name, array in arrays.items()}
+
+
 def _joined_product_cases(rng: np.random.Generator) -> Iterator[Case]:
     """Matrices of several formats and heights."""
     n_in = 512
     x = rng.standard_normal((6, n_in)).astype(np.float32)
+    index = np.array([[2, 0], [1, 2]], np.int32)  # 30 rows are 3 experts of 10
+    for pair in in_pairs(FORMATS):
+        (gate, gates_dense), (up, ups_dense) = (_matrix(rng, kind, 30, n_in) for kind in pair)
+        parts = x[:2, None] / 16
+        products = (
+            experts.mul_mat_experts_f64(parts, dense.reshape(3, 10, n_in), index)
+            for dense in (gates_dense, ups_dense)
+        )
+        yield Case(
+            experts.experts_swiglu(pair), (10, 2, 2),
+            {
+                **_behind("gate", gate), **_behind("up", up), "index": index, "x": parts, "y": poisoned((2, 2, 10)),
+            },
+            {"y": elementwise.swiglu_f64(*products)},
+        )  # fmt: skip
     for tile in (1, TILE):
         for group in grouped(FORMATS):
             arguments: dict[str, Any] = {"x": x}
@@ -300,8 +346,7 @@ def _joined_product_cases(rng: np.random.Generator) -> Iterator[Case]:
         for pair in in_pairs(FORMATS):
             (gate, gates_dense), (up, ups_dense) = (_matrix(rng, kind, 30, n_in) for kind in pair)
             arguments = {"x": x / 16, "y": poisoned((6, 30))}
-            for part, weights in (("gate", gate), ("up", up)):
-                arguments |= {f"{part}_{name}": array for name, array in weights.items()}
+            arguments |= _behind("gate", gate) | _behind("up", up)
             yield Case(
                 mul_mat_swiglu(pair, tile), (30, -(-6 // tile)), arguments,
                 {"y": mul_mat_swiglu_f64(x / 16, gates_dense, ups_dense)},
