@@ -102,6 +102,12 @@ def soak(
         end=end, fail_kinds=kinds, **options.split(given, {"clients", "seed", "pool", "fail_rate"})
     )
     checked = EngineOptions(**given)
+    if end.unit == "retries" and (checked.n_slots == 1 or not checked.kv_unified):
+        seen = "-np 1" if checked.n_slots == 1 else "--no-kv-unified"
+        raise BadInputError(
+            f"--retries with {seen}: nobody takes another's room, so no batch is ever tried again and the soak would "
+            "not end; give --duration or --requests"
+        )
     overrides = parse_override_kv(override_kv)
     path = resolve_model(model)
     file = _writable(json_file, path)
@@ -244,9 +250,14 @@ def _live_table(state: dict[str, str]) -> Any:
 
 def _print(summary: Summary, json_name: str | None, file: Path | None) -> None:
     text = json.dumps(summary.as_dict(), indent=2, allow_nan=False)
-    if file is not None:
-        file.write_text(text + "\n", encoding="utf-8")
-    click.echo(text if json_name == "-" else "\n".join(_lines(summary)))
+    try:
+        if file is not None:
+            file.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise BadInputError(f"-o/--json {json_name}: cannot be written: {error.strerror}") from None
+    finally:
+        # A disk that is full by now must not cost the table, too.
+        click.echo(text if json_name == "-" else "\n".join(_lines(summary)))
 
 
 def _lines(summary: Summary) -> Iterator[str]:

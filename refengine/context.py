@@ -281,16 +281,20 @@ class Context:
             if parted is None:
                 continue
             old, new = parted
+            copied = False
             try:
-                for source, target in zip(
-                    self.cache.page_views(old), self.cache.page_views(new), strict=True
-                ):
-                    self.stream.copy(target, source)
+                try:
+                    pairs = zip(self.cache.page_views(old), self.cache.page_views(new), strict=True)
+                    for source, target in pairs:
+                        self.stream.copy(target, source)
+                finally:
+                    self.stream.synchronize()
+                copied = True
             except DeviceError as error:
-                self.cache.join_tail(s, old)
                 return self._failed(DecodeStatus.COMPUTE_FAILED, "failed to copy a shared page", error)
             finally:
-                self.stream.synchronize()
+                if not copied:
+                    self.cache.join_tail(s, old)
         return DecodeStatus.OK
 
     def _is_valid(self, batch: Batch) -> bool:

@@ -51,7 +51,7 @@ class ContextSettings:
     worst_case_reserve: bool = True
     #: join operations into larger kernels, which changes no bit of what is computed; without, each tensor is there
     fuse: bool = True
-    #: join them also where that takes more arithmetic, which pays on a GPU
+    #: join them also where that takes more arithmetic or longer to compile, which pays on a GPU
     fewest_launches: bool = False
 
     def __post_init__(self) -> None:

@@ -197,7 +197,8 @@ class Engine:
     def exclusive(self) -> Iterator[Context]:
         """The target context, empty, for a computation beside the requests: those that run are computed again later.
 
-        What it computes is sequence 0, which is forgotten at the end. Other threads wait meanwhile.
+        What it computes is sequence 0, which is forgotten at the end. Other threads wait meanwhile; what this one asks
+        of the engine itself is refused, except to queue and to cancel requests.
         """
         with self._service.exclusive():
             try:
@@ -245,11 +246,14 @@ class Engine:
     ) -> Generation:
         """Generate to the end and return everything; ``sampling`` are the fields of ``SamplingParams``."""
         ask = self._ask(prompt, n_predict, ignore_eos, return_logits, parse_special, sampling)
-        request = self._service.queue(ask)
+        request = None
         try:
+            with interrupts.deferred():
+                request = self._service.queue(ask)
             return request.result()
         finally:
-            request.cancel()
+            if request is not None:
+                request.cancel()
 
     def stream(
         self,
@@ -304,8 +308,12 @@ class Engine:
         return list(self._log)
 
     def check_integrity(self) -> list[Finding]:
-        """Verify guard bytes, quarantine and books now; returns what is new and keeps it in ``findings``."""
+        """Verify guard bytes, quarantine and books now; returns what is new and keeps it in ``findings``.
+
+        Raises ``RequestError`` in the middle of a step, where ``on_finding`` is called.
+        """
         with self._service.lock:
+            self._service.require_settled()
             self.context.check_integrity()
             if self.draft is not None:
                 self.draft.check_integrity()

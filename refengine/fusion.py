@@ -23,10 +23,13 @@ if TYPE_CHECKING:
 def fused(graph: Graph, *, fewest: bool = False) -> Graph:
     """The graph with fewer nodes, the same inputs and outputs, and the same bits in each tensor that is left.
 
-    ``fewest``: also where that takes more arithmetic, for devices on which a launch costs more than it.
+    ``fewest``: also where that takes more arithmetic, or kernels that take the host's compiler seconds, for devices on
+    which launches are what a step waits for.
     """
     rewriting = _Rewriting(graph)
-    for op, rewrite in (*(_FEWEST if fewest else ()), *_PATTERNS):
+    for op, rewrite, always in _PATTERNS:
+        if not (always or fewest):
+            continue
         for place in range(len(graph.nodes)):
             node = rewriting.nodes[place]
             if node is not None and node.op == op:
@@ -263,15 +266,16 @@ def _op(rewriting: _Rewriting, place: int) -> str | None:
 
 #: kind of product -> gate and up products of this kind, then SwiGLU
 _SWIGLU = {"mul_mat": "mul_mat_swiglu", "mul_mat_experts": "experts_swiglu"}
-#: operation that a chain ends with (of products of one x: begins with) -> what joins it, in the order to try them
-_PATTERNS: tuple[tuple[str, Callable[[_Rewriting, int, Node], None]], ...] = (
-    ("rms_norm", _norm_of_rows),
-    ("concat_rows", _norms_concat),
-    ("gated_delta", _conv_gates),
-    ("attention_merge", _attention_whole),
-    ("output_gate", _attention_gated),
-    ("store_kv", _rope_store),
-    ("add", _product_add),
-    ("mul_mat", _products),
+#: operation that a chain ends with (of products of one x: begins with), what joins it, and whether it always does, in
+#: the order to try them
+_PATTERNS: tuple[tuple[str, Callable[[_Rewriting, int, Node], None], bool], ...] = (
+    ("rms_norm", _norm_of_rows, True),
+    ("concat_rows", _norms_concat, True),
+    ("gated_delta", _conv_gates, True),
+    ("attention_merge", _attention_whole, True),
+    ("output_gate", _attention_gated, True),
+    ("store_kv", _rope_store, True),
+    ("swiglu", _products_swiglu, False),
+    ("add", _product_add, True),
+    ("mul_mat", _products, False),
 )
-_FEWEST: tuple[tuple[str, Callable[[_Rewriting, int, Node], None]], ...] = (("swiglu", _products_swiglu),)

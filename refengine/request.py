@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass, replace
@@ -104,7 +105,7 @@ class Request:
 
     def result(self, timeout: float | None = None) -> Generation:
         """Wait for the end. Raises what the request failed with, and ``TimeoutError`` after ``timeout`` seconds."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + _seconds(timeout)
         while not self.ended:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
@@ -221,3 +222,9 @@ class Request:
             predicted_tokens=len(self.history) - len(self.ask.prompt) - 1,
             predicted_seconds=now - self._first_token,
         )
+
+
+def _seconds(timeout: float) -> float:
+    if not isinstance(timeout, int | float) or not timeout <= threading.TIMEOUT_MAX:
+        raise RequestError(f"timeout is {timeout!r}; give seconds, or None to wait for the end")
+    return timeout

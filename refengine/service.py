@@ -36,6 +36,8 @@ class Service:
         self.pump: threading.Thread | None = None
         self._numbers = itertools.count(1)
         self._changing = False
+        #: a computation beside the requests has the context
+        self._lent_out = False
         #: requests that were cancelled in the middle of a change
         self._given_up: list[Request] = []
 
@@ -58,11 +60,11 @@ class Service:
         """Do one step of the work that is queued, or wait while another thread does, up to ``timeout`` seconds."""
         # Deferred: an interrupt between the lock and the block that opens it would leave it locked for good.
         with interrupts.deferred():
-            if not self.lock.acquire(timeout=_POLL if timeout is None else min(timeout, _POLL)):
+            if not self.lock.acquire(timeout=_POLL if timeout is None else min(max(timeout, 0.0), _POLL)):
                 return
             try:
                 self._require_open()
-                self._require_settled()
+                self.require_settled()
                 self._step()
             finally:
                 self.lock.release()
@@ -78,25 +80,31 @@ class Service:
 
     def drop_prefixes(self) -> None:
         """Forget the tokens that slots keep of ended requests."""
-        with self.lock, self._change():
-            self.scheduler.drop_prefixes()
+        with self.lock:
+            self.require_settled()
+            with self._change():
+                self.scheduler.drop_prefixes()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """No step while the block runs, and every sequence empty; requests that ran are computed again later."""
         with self.lock:
             self._require_open()
-            self._require_settled()
+            self.require_settled()
             with self._change():
                 self.scheduler.clear()
-            yield
+            try:
+                self._lent_out = True
+                yield
+            finally:
+                self._lent_out = False
 
     def close(self, release: Callable[[], None]) -> bool:
         """Fail what has not ended, call ``release``, wait for the thread; False when closed before."""
         with self.lock:
             if self.closed:
                 return False
-            self._require_settled()
+            self.require_settled()
             self.closed = True
             with self._change():
                 self.scheduler.fail_all(RequestError(_CLOSED))
@@ -137,7 +145,10 @@ class Service:
         if self.closed:
             raise RequestError(_CLOSED)
 
-    def _require_settled(self) -> None:
-        """Raises ``RequestError`` for what ``on_finding`` asks for: it is called in the middle of a step."""
-        if self._changing:
+    def require_settled(self) -> None:
+        """Raises ``RequestError`` for what ``on_finding`` asks for: it is called in the middle of a step.
+
+        So is what who has the context for itself asks of the engine: it would run in the sequences that are in use.
+        """
+        if self._changing or self._lent_out:
             raise RequestError("the engine is in the middle of a step; ask again when it is done")

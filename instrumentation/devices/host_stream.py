@@ -114,7 +114,9 @@ class HostStream(CheckedStream[PreparedLaunch, HostEvent, HostGraph]):
         failure: Exception | None = None
         try:
             while self._queue and self._queued - len(self._queue) < mark:
-                failure = failure or self._run_next(mark)
+                # Run first: a failure that is known must not keep what stands behind it from running.
+                came = self._run_next(mark)
+                failure = failure or came
         except BaseException:
             self._queue.clear()
             raise

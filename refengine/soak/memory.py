@@ -58,14 +58,20 @@ def resident() -> int | None:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def growth(warm: MemoryPoint, end: MemoryPoint, *, may_reserve: int = 0) -> Iterator[str]:
+def growth(
+    warm: MemoryPoint, end: MemoryPoint, *, may_reserve: int = 0, warmed_up: bool = True
+) -> Iterator[str]:
     """What grew after warm-up, in words. ``warm`` was taken under load, ``end`` when nothing was left to do.
+
+    Of a run that ended before it had ``warmed_up`` the ledger alone is judged: kernels were still being loaded.
 
     ``may_reserve``: bytes that the ledger may reach anyway, where compute memory follows the largest batch so far.
     """
     allowed = max(warm.reserved_peak, may_reserve)
     if end.reserved > allowed:
         yield f"the ledger has {end.reserved} bytes reserved, {end.reserved - allowed} more than warm-up needed"
+    if not warmed_up:
+        return
     if warm.device is not None and end.device is not None:
         # What the ledger may explain is the ledger's growth.
         explained = max(0, end.reserved - warm.reserved)

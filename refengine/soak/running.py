@@ -94,6 +94,7 @@ class Soak:
             "load": MemoryPoint.of(self.engine), "warm-up": None, "end": None
         }  # fmt: skip
         self._warm_up = "not over"
+        self._warmed_up = False
         self._stopped = False
         self._finished = False
         self._started = self._ended = 0.0
@@ -277,6 +278,7 @@ class Soak:
         warm = self.part >= WARM_PART and self.counts.completed >= WARM_REQUESTS
         if warm or self._stopped:
             self._points["warm-up"] = MemoryPoint.of(self.engine)
+            self._warmed_up = warm
             self._warm_up = f"{self.counts.completed} completed requests, {self.seconds:.1f} s"
 
     def _settle_memory(self) -> None:
@@ -287,7 +289,7 @@ class Soak:
         end = self._points["end"] = MemoryPoint.of(self.engine)
         warm = self._points["warm-up"]
         assert warm is not None, "a run that has ended was warm before"
-        for text in growth(warm, end, may_reserve=self._may_reserve):
+        for text in growth(warm, end, may_reserve=self._may_reserve, warmed_up=self._warmed_up):
             self._wrong("growth", text)
 
     # --- verification

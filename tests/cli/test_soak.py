@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -91,6 +92,18 @@ def test_json_goes_to_a_file_beside_the_table_or_to_stdout_in_its_place(soak, tm
         key: value for key, value in found.items() if key not in timed
     }
     assert list(found["memory"]) == ["load", "warm-up", "end"]
+
+
+def test_a_file_that_cannot_be_written_at_the_end_does_not_cost_the_table(
+    soak, one_line, monkeypatch, tmp_path
+):
+    def full(*_args, **_kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    result = soak("--requests", "3", "-o", tmp_path / "out.json")
+    assert "out.json: cannot be written: No space left on device" in one_line(result, 2)
+    assert "completed" in result.stdout
 
 
 def test_a_difference_ends_it_with_1(soak, differing):
@@ -255,6 +268,11 @@ def test_on_a_terminal_a_table_is_live_and_gone_at_the_end(tmp_path):
         (("--requests", "x"), "'--requests'"),
         (("--requests", "3", "--retries", "3"), "--retries and --requests: a soak has one end"),
         (("--requests", "3", "--duration", "3s"), "--duration and --requests: a soak has one end"),
+        (("--retries", "3", "-np", "1"), "--retries with -np 1: nobody takes another's room"),
+        (
+            ("--retries", "3", "--no-kv-unified"),
+            "--retries with --no-kv-unified: nobody takes another's room",
+        ),
         (("--fail-rate", "1.5"), "fail_rate is 1.5; give a probability from 0 to 1"),
         (("--fail-rate", "nan"), "fail_rate is nan"),
         (("--fail-kinds", "reserve,gemm"), "give one or more of reserve, copy, launch, event, graph"),

@@ -11,7 +11,7 @@ import refengine
 from instrumentation.errors import DeviceError
 from instrumentation.faults import FaultInjector, FaultPlan, InjectedFaultError
 from refengine.errors import ComputeError
-from refengine.sweep_counting import Recorder
+from refengine.sweep.counting import Recorder
 
 OPTIONS = {"cache_type_k": "f32", "cache_type_v": "f32", "n_ctx": 128}
 DRAFTS = {"spec_type": "draft-mtp", "draft_n_max": 3, "n_slots": 2}
@@ -121,7 +121,7 @@ def test_a_lost_device_fails_every_request_and_the_engine_closes_quietly(name, o
     device = fake_device()
     engine = load(name, device, check=check, **options)
     engine.generate(tokens, n_predict=4, temperature=0)
-    device.context.driver.broken = {"add": "ILLEGAL_ADDRESS"}
+    device.context.driver.broken = {"rms_norm": "ILLEGAL_ADDRESS"}
     with pytest.raises(ComputeError, match=r"CUDA_ERROR_ILLEGAL_ADDRESS.*the last launch was graph"):
         engine.generate(tokens, n_predict=4, temperature=0)
     calls = device.context.driver.calls.total()

@@ -1,6 +1,7 @@
 """Plans: no two tensors that live at once share memory, and the worst shape covers every other one."""
 
 import functools
+from collections.abc import Callable
 
 import pytest
 from engines import DATA, TARGET
@@ -11,6 +12,7 @@ from instrumentation.redzones import Redzones
 from refengine.architectures import BUILDERS, DRAFT_BUILDERS
 from refengine.config import ModelConfig
 from refengine.context_plan import MAX_OUTPUTS, ContextPlan, ContextSettings
+from refengine.fusion import fused
 from refengine.gguf_file import GGUFFile
 from refengine.graph import BatchShape, ContextShape, Graph
 from refengine.planner import Plan, plan
@@ -40,8 +42,8 @@ def context_settings(**changes) -> ContextSettings:
     return ContextSettings(**(defaults | changes))
 
 
-def build(name: str, shape: BatchShape) -> Graph:
-    return ContextPlan(config(name), context_settings()).graph(shape)
+def build(name: str, shape: BatchShape, **changes) -> Graph:
+    return ContextPlan(config(name), context_settings(**changes)).graph(shape)
 
 
 def check(graph: Graph, made: Plan) -> None:
@@ -64,9 +66,9 @@ def check(graph: Graph, made: Plan) -> None:
             assert content[made.place[spec.name]] == spec.name
 
 
-@given(name=st.sampled_from(MODELS), shape=SHAPES)
-def test_every_read_finds_its_tensor(name: str, shape: BatchShape):
-    graph = build(name, shape)
+@given(name=st.sampled_from(MODELS), shape=SHAPES, fuse=st.booleans(), fewest=st.booleans())
+def test_every_read_finds_its_tensor(name: str, shape: BatchShape, fuse: bool, fewest: bool):
+    graph = build(name, shape, fuse=fuse, fewest_launches=fewest)
     check(graph, plan(graph, TARGET))
 
 
@@ -74,13 +76,16 @@ def test_every_read_finds_its_tensor(name: str, shape: BatchShape):
     name=st.sampled_from(["qwen35", "qwen35moe"]),
     builders=st.sampled_from([BUILDERS, DRAFT_BUILDERS]),
     shape=SHAPES,
+    rewrite=st.sampled_from([lambda graph: graph, fused, functools.partial(fused, fewest=True)]),
     data=st.data(),
 )
-def test_graphs_that_hand_rows_over(name: str, builders: dict, shape: BatchShape, data: st.DataObject):
+def test_graphs_that_hand_rows_over(
+    name: str, builders: dict, shape: BatchShape, rewrite: Callable[[Graph], Graph], data: st.DataObject
+):
     """Reads find their tensors, no persistent buffer is planned, and a smaller shape needs no more memory."""
 
     def build_one(batch: BatchShape) -> Graph:
-        return builders[name](config(name), ContextShape(2, 4, 80), batch)
+        return rewrite(builders[name](config(name), ContextShape(2, 4, 80), batch))
 
     graph = build_one(shape)
     made = plan(graph, TARGET)
@@ -101,6 +106,8 @@ SETTINGS = st.builds(
     n_batch=st.integers(1, 100),
     n_ubatch=st.integers(1, 100),
     n_sequences=st.integers(1, 3),
+    fuse=st.booleans(),
+    fewest_launches=st.booleans(),
 )
 
 

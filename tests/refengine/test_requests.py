@@ -15,6 +15,7 @@ from slots import TEXTS, Watch, Wish, alone, expect, loaded, plain, queued
 
 import refengine
 from instrumentation.errors import DeviceError
+from refengine.batch import Batch
 from refengine.errors import ComputeError, ContextSizeError, RequestError
 from refengine.generation import Generation
 
@@ -370,7 +371,10 @@ def test_what_is_asked_in_the_middle_of_a_step_is_refused(
     request, decode, refused, queue = queued(engine, wish), engine.context.decode, [], []
 
     def asking(batch):
-        for call in (engine.close, engine.drive, lambda: engine.logits([1]), lambda: engine.generate([1])):
+        for call in (
+            engine.close, engine.drive, lambda: engine.logits([1]), lambda: engine.generate([1]),
+            engine.check_integrity, engine.drop_prefixes,
+        ):  # fmt: skip
             with pytest.raises(
                 RequestError, match="the engine is in the middle of a step; ask again"
             ) as caught:
@@ -383,9 +387,42 @@ def test_what_is_asked_in_the_middle_of_a_step_is_refused(
     monkeypatch.setattr(engine.context, "decode", asking)
     engine.drive()
     monkeypatch.undo()
-    assert len(refused) == 4
+    assert len(refused) == 6
     assert same(request.result(), wish)
     assert same(queue[0].result(), later)
+
+
+@pytest.mark.parametrize("computation", ["logits", "draft_logits", "exclusive"])
+def test_what_is_asked_in_the_middle_of_a_computation_beside_requests_is_refused(
+    monkeypatch: pytest.MonkeyPatch, computation: str
+):
+    wish, tokens = Wish.of(0, 9, 5), [1, 2, 3]
+    with loaded(n_slots=1, spec_type="draft-mtp", check="guard") as engine:
+        wanted = engine.logits(tokens)
+        later, decode, refused = queued(engine, wish), engine.context.decode, []
+
+        def asking(batch):
+            for call in (
+                engine.close, engine.drive, lambda: engine.logits([1]), lambda: engine.generate([1]),
+                engine.check_integrity, engine.drop_prefixes, later.result,
+            ):  # fmt: skip
+                with pytest.raises(RequestError, match="the engine is in the middle of a step") as caught:
+                    call()
+                refused.append(caught)
+            return decode(batch)
+
+        monkeypatch.setattr(engine.context, "decode", asking)
+        if computation == "exclusive":
+            with engine.exclusive() as context:
+                context.decode(Batch.of(tokens, 0, 0, "all"))
+                assert same_bits(context.logits, wanted)
+        else:
+            getattr(engine, computation)(tokens)
+        monkeypatch.undo()
+        assert len(refused) == 7
+        assert same(later.result(), wish)
+        assert same_bits(engine.logits(tokens), wanted)
+        assert engine.check_integrity() == []
 
 
 # --- interrupts
@@ -479,3 +516,13 @@ def test_a_failed_request_raises_the_same_as_often_as_it_is_asked(monkeypatch: p
         with pytest.raises(ComputeError, match="the device is gone"):
             list(request.pieces())
         assert same(queued(engine, Wish.of(0, 9, 3)).result(), Wish.of(0, 9, 3))
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), "1", 10**400])
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(timeout):
+    with loaded("llama") as engine:
+        request = queued(engine, Wish.of(0, 8))
+        with pytest.raises(RequestError, match=r"timeout is .*; give seconds, or None"):
+            request.result(timeout)
+        engine.drive(-1)
+        assert request.result(60).tokens

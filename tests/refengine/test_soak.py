@@ -376,6 +376,12 @@ def test_growth_is_what_goes_beyond_warm_up_and_tolerance(end, words):
     assert all(words in text for text in found)
 
 
+def test_before_warm_up_is_over_the_ledger_alone_is_judged():
+    much = {"device": 1 << 40, "resident": 1 << 40}
+    assert list(growth(point(), point(**much), warmed_up=False)) == []
+    assert len(list(growth(point(), point(reserved=1 << 40, **much), warmed_up=False))) == 1
+
+
 def test_compute_memory_that_follows_the_batch_may_reach_its_worst_case():
     assert list(growth(point(), point(reserved=500), may_reserve=500)) == []
     assert len(list(growth(point(), point(reserved=501), may_reserve=500))) == 1

@@ -118,6 +118,32 @@ def test_launches_after_a_callback_that_raises_still_run():
     np.testing.assert_array_equal(three.bench.get(three.right), np.ones(N))
 
 
+def test_copies_and_launches_after_a_callback_that_raises_still_run():
+    """What is no launch ends a native call: the queue goes on behind it, once."""
+    three = Three()
+    raised = []
+
+    def fail(finding):
+        raised.append(finding.code)
+        if len(raised) == 1:
+            raise RuntimeError(finding.code)
+        raise ValueError("the first one is told")
+
+    three.bench.findings._on_finding = fail
+    three.write(N)
+    three.stream.fill(three.left, 0)
+    three.write(N)
+    three.stream.launch(increment, 1, {"y": three.right})
+    three.stream.fill(three.x, 0)
+    with pytest.raises(RuntimeError, match="MEM002"):
+        three.stream.synchronize()
+    assert three.stream.pending == 0
+    assert raised == ["MEM002"] * len(raised)
+    assert len(raised) >= 2
+    np.testing.assert_array_equal(three.bench.get(three.right), np.ones(N))
+    np.testing.assert_array_equal(three.bench.get(three.x), np.zeros(1))
+
+
 def test_at_level_off_nobody_looks():
     three = Three(Level.OFF)
     three.write(N)

@@ -1,6 +1,7 @@
 """A negative index is an address before the array, on CUDA as on the host: nothing wraps around."""
 
 from numba import cuda
+from numba.core import types
 
 from instrumentation.kernel import kernel
 from instrumentation.kernel.types import f32_1d, f32_2d, i32
@@ -19,9 +20,14 @@ def test_nothing_is_selected_by_an_indexs_sign():
         assert instruction not in text
 
 
+def plain(x, at):  # what somebody else compiles with Numba
+    x[at] = 1.0
+
+
 def test_numbas_own_kernels_wrap_as_before():
-    assert read_at.ptx((9, 0)) == read_at.ptx((9, 0))
-    text, _ = cuda.compile_ptx(
-        lambda x, at: x.__setitem__(at, 0.0), "void(float32[::1], int32)", cc=(9, 0)
-    )
-    assert "selp" in text or "shr.s64" in text
+    signature = types.void(types.float64[::1], types.int32)
+    before, _ = cuda.compile_ptx(plain, signature, cc=(9, 0))
+    assert read_at.ptx((9, 0))
+    after, _ = cuda.compile_ptx(plain, signature, cc=(9, 0))
+    for text in (before, after):
+        assert any(instruction in text for instruction in ("selp", "setp", "shr"))
