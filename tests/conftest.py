@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import pytest
+import structlog
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parent.parent
 
 # Compiled kernels stay beside the checkout, so that a second run starts at once.
 os.environ.setdefault("REFENGINE_CACHE_DIR", str(ROOT / ".cache"))
+
+# A run in the background starts with Ctrl-C ignored; tests that press it want what a terminal has.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A first example may compile a kernel: time says nothing here.
 settings.register_profile("ci", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -19,3 +30,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 # tests/gpu needs a CUDA device: run it there by name.
 collect_ignore = ["gpu"]
+
+
+@pytest.fixture(autouse=True)
+def usual_logs() -> Iterator[None]:
+    """A test that configures logs, as commands do, does so for itself alone: others read every line."""
+    yield
+    structlog.reset_defaults()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import time
@@ -199,9 +200,9 @@ def test_ctrl_c_ends_all_processes_and_leaves_a_file_that_goes_on(spawn, sweep, 
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, b"")
     done = file.read_bytes().count(b"\n") - 1
-    assert err.decode().splitlines() == [
-        f"{done} of 483 runs are in {file}; the same command goes on", "refengine: interrupted"
-    ]  # fmt: skip
+    where, end = err.decode().splitlines()
+    assert re.fullmatch(rf"{done} of \d+ runs are in {file}; the same command goes on", where)
+    assert end == "refengine: interrupted"
     for _ in range(100):
         left = [pid for pid in started if _runs(pid)]
         if not left:

@@ -326,7 +326,7 @@ def lost(report: Report) -> None:
     for line in lines:
         print(f"  {line[:210]}")
     told = sum("device lost" in line for line in lines)
-    ends = lines[-1:] == ["closed"] and child.returncode == 0 and "findings []" in lines and told == 3
+    ends = lines[-1:] == ["closed"] and child.returncode == 0 and "findings []" in lines and told >= 3
     report.check("a lost device", ends and "Traceback" not in child.stderr, child.stderr[-400:])
 
 

@@ -85,8 +85,8 @@ def test_an_engine_survives_two_hundred_interrupts():
         came = 0
         for _ in range(200):
             timer = threading.Timer(rng.uniform(0, 0.004), interrupt_main)
-            timer.start()
             try:
+                timer.start()  # which waits for the thread, and may be interrupted itself
                 for _ in range(20):
                     engine.generate(tokens, n_predict=3, temperature=0, ignore_eos=True)
                 time.sleep(1)

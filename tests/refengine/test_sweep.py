@@ -128,8 +128,8 @@ def test_every_reservation_of_every_architecture_in_every_mode(architecture):
 
 def test_every_call_fails_once():
     found, runs = sweep_all(workload(n_predict=2, n_batch=8, n_ubatch=4), KINDS, ("nth",))
-    assert len(runs) == found.calls.total() > 350
-    assert found.calls == {"reserve": 10, "copy": 148, "launch": 213, "event": 0, "graph": 13}
+    assert len(runs) == found.calls.total() > 300
+    assert found.calls == {"reserve": 10, "copy": 148, "launch": 151, "event": 0, "graph": 13}
     assert all(run.fired == 1 for run in runs)
     assert {run.outcome for run in runs} == {"load failed", "request failed"}
 
@@ -406,7 +406,7 @@ def test_a_load_that_fails_and_leaks_is_caught(llama, wanted, monkeypatch, leak,
     ("skipped", "words"),
     [
         ("copy_out", "copy: 160 fault sites for 169 calls"),
-        ("rope", "launch: 253 fault sites for 285 calls"),
+        ("rope", "launch: 186 fault sites for 202 calls"),
         ("end_capture", "graph: 14 fault sites for 18 calls"),
     ],
 )
