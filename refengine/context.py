@@ -88,6 +88,7 @@ class Context:
                 (self.settings.cache_type_k, self.settings.cache_type_v),
                 rotary,
                 {**self.kept, **(lent or {})},
+                wide=device.wide_loads,
             )
             self.executor = Executor(
                 allocator, self.stream, self.owner, plan.graph, operations, capture=self.settings.capture

@@ -88,7 +88,9 @@ class Engine:
         self.level = Level.parse(options.check)
         self.config = ModelConfig.from_gguf(gguf)
         check_tensors(gguf, self.config)
-        plans = options.context_plans(self.config)
+        self.device = open_device(options.device, threads=options.threads)
+        fewest = self.device.wide_loads
+        plans = options.context_plans(self.config, fewest_launches=fewest)
         self.settings = plans[0].settings
         self.tokenizer = Tokenizer.from_metadata(gguf.metadata)
         if self.tokenizer.n_vocab > self.config.n_vocab:
@@ -99,9 +101,8 @@ class Engine:
         template = gguf.metadata.get("tokenizer.chat_template")
         self.chat_template = template if isinstance(template, str) else None
         self._log = FindingLog(on_finding)
-        check_limit(gguf, options)
+        check_limit(gguf, options, fewest_launches=fewest)
         with ExitStack() as undo:
-            self.device = open_device(options.device, threads=options.threads)
             self.allocator = Allocator(
                 self.device,
                 level=self.level,

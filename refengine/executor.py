@@ -46,6 +46,8 @@ class Operations:
     rotary: tuple[View, View]
     #: persistent buffers by the name that nodes have for them, such as ``hidden`` [n_hidden, n_embd]
     buffers: Mapping[str, View] = field(default_factory=dict)
+    #: as ``Device.wide_loads``
+    wide: bool = False
 
     def call(self, node: Node, views: Mapping[str, View]) -> Call:
         """The launch that a node stands for."""
@@ -64,6 +66,7 @@ class Operations:
             cache_types=self.cache_types,
             rotary=self.rotary,
             buffers={role: self.buffers[name] for role, name in node.buffers.items()},
+            wide=self.wide,
         )
         return OPS[node.op](operands)
 

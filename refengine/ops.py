@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from refengine.kernels import elementwise, experts, gates, hidden
+import numpy as np
+
+from refengine.kernels import ATTENTION_WARPS, DELTA_WARPS, NORM_WARPS, elementwise, experts, gates, hidden
 from refengine.kernels.attention import attention, attention_merge, attention_whole, store_kv
 from refengine.kernels.elementwise import SPAN
 from refengine.kernels.gated_delta import columns_per_block, gated_delta
-from refengine.kernels.mul_mat import TILE, get_rows, mul_mat
+from refengine.kernels.mul_mat import TILE, WIDE_OUTPUTS, WIDE_TILE, get_rows, mul_mat
 from refengine.kernels.norm import rms_norm, rms_norm_concat, rms_norm_rows
 from refengine.kernels.products import mul_mat_add, mul_mat_swiglu, mul_mats
+from refengine.kernels.quants.layout import LANES
 from refengine.kernels.rope import Pairing, rope
 from refengine.kernels.rope_store import rope_store
-from refengine.kernels.short_conv import short_conv, short_conv_gates
+from refengine.kernels.short_conv import ROWS, short_conv, short_conv_gates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -47,6 +50,8 @@ class Operands:
     rotary: tuple[View, View]
     #: persistent buffers of the context, rows of one width
     buffers: Mapping[str, View]
+    #: whether products run in the form for a GPU: ``Device.wide_loads``
+    wide: bool = False
 
     @property
     def y(self) -> View:
@@ -73,51 +78,84 @@ def _get_rows(o: Operands) -> Call:
     return Call(get_rows(matrix.type), rows.shape[0], {**matrix.arguments, "rows": rows, "y": o.y})
 
 
-def _tiles(x: View) -> tuple[int, int]:
-    """Rows of x that one block of a product takes, and how many blocks take them all."""
-    tile = 1 if x.shape[0] == 1 else TILE
-    return tile, _ceil(x.shape[0], tile)
+@dataclass(frozen=True)
+class _Form:
+    """Form of a product, which changes no bit: rows of x that a block takes, and outputs; None: the host's form."""
+
+    tile: int
+    outputs: int | None
+
+    def grid(self, n_rows: int, *n_outs: int) -> tuple[int, int]:
+        """Blocks for matrices of so many rows."""
+        return sum(_ceil(n_out, self.outputs or 1) for n_out in n_outs), _ceil(n_rows, self.tile)
+
+    def x(self, x: View) -> View:
+        """Rows [n_rows, n_in] as the form's kernels take them."""
+        if self.outputs is None:
+            return x
+        return x.buffer.view(np.uint64, (x.shape[0], x.shape[1] // 2), offset=x.offset, name=x.name)
+
+    def arrays(self, matrix: Matrix) -> dict[str, Argument]:
+        """The three array arguments of a matrix."""
+        return matrix.arguments if self.outputs is None else matrix.wide_arguments
+
+
+def _form(o: Operands, n_rows: int, n_out: int) -> _Form:
+    """The form in which the device runs a product: enough warps for its processors, then outputs that share x."""
+    if not o.wide:
+        return _Form(1 if n_rows == 1 else TILE, None)
+    if n_rows > 1:
+        return _Form(TILE, 2) if n_rows <= TILE else _Form(WIDE_TILE, 2)
+    return _Form(1, next(outputs for least, outputs in WIDE_OUTPUTS if n_out >= least))
 
 
 def _mul_mat(o: Operands) -> Call:
     matrix, x = o.matrices["weight"], o.tensors["x"]
-    tile, n_tiles = _tiles(x)
-    arguments: dict[str, Argument] = {**matrix.arguments, "x": x, "y": o.y}
-    return Call(mul_mat(matrix.type, tile), (matrix.n_out, n_tiles), arguments)
+    form = _form(o, x.shape[0], matrix.n_out)
+    arguments: dict[str, Argument] = {**form.arrays(matrix), "x": form.x(x), "y": o.y}
+    return Call(mul_mat(matrix.type, form.tile, form.outputs), form.grid(x.shape[0], matrix.n_out), arguments)
 
 
 def _mul_mat_add(o: Operands) -> Call:
     matrix, x = o.matrices["weight"], o.tensors["x"]
-    tile, n_tiles = _tiles(x)
-    arguments: dict[str, Argument] = {**matrix.arguments, "x": x, "r": o.tensors["r"], "y": o.y}
-    return Call(mul_mat_add(matrix.type, tile), (matrix.n_out, n_tiles), arguments)
+    form = _form(o, x.shape[0], matrix.n_out)
+    arguments: dict[str, Argument] = {
+        **form.arrays(matrix), "x": form.x(x), "r": o.tensors["r"], "y": o.y,
+    }  # fmt: skip
+    made = mul_mat_add(matrix.type, form.tile, form.outputs)
+    return Call(made, form.grid(x.shape[0], matrix.n_out), arguments)
 
 
-def _parted(o: Operands) -> dict[str, Argument]:
+def _parted(o: Operands, form: _Form) -> dict[str, Argument]:
     """The array arguments of several matrices, each behind its role."""
     return {
         f"{role}_{name}": view
         for role, matrix in o.matrices.items()
-        for name, view in matrix.arguments.items()
+        for name, view in form.arrays(matrix).items()
     }
 
 
 def _mul_mat_swiglu(o: Operands) -> Call:
     gate, up, x = o.matrices["gate"], o.matrices["up"], o.tensors["x"]
-    tile, n_tiles = _tiles(x)
-    arguments: dict[str, Argument] = {"x": x, "y": o.y, **_parted(o)}
-    return Call(mul_mat_swiglu((gate.type, up.type), tile), (gate.n_out, n_tiles), arguments)
+    form = _form(o, x.shape[0], gate.n_out)
+    if form.outputs is not None:
+        # A warp makes gate and up of each output together.
+        form = _Form(form.tile, max(1, form.outputs // 2))
+    arguments: dict[str, Argument] = {"x": form.x(x), "y": o.y, **_parted(o, form)}
+    made = mul_mat_swiglu((gate.type, up.type), form.tile, form.outputs)
+    return Call(made, form.grid(x.shape[0], gate.n_out), arguments)
 
 
 def _mul_mats(o: Operands) -> Call:
     matrices, x = list(o.matrices.values()), o.tensors["x"]
-    tile, n_tiles = _tiles(x)
-    arguments: dict[str, Argument] = {"x": x, "y_0": o.y}
+    n_outs = [matrix.n_out for matrix in matrices]
+    form = _form(o, x.shape[0], sum(n_outs))
+    arguments: dict[str, Argument] = {"x": form.x(x), "y_0": o.y}
     for i, matrix in enumerate(matrices):
-        arguments |= {f"{name}_{i}": view for name, view in matrix.arguments.items()}
+        arguments |= {f"{name}_{i}": view for name, view in form.arrays(matrix).items()}
     arguments |= {role: view for role, view in o.tensors.items() if role != "x"}
     types = tuple(matrix.type for matrix in matrices)
-    return Call(mul_mats(types, tile), (sum(matrix.n_out for matrix in matrices), n_tiles), arguments)
+    return Call(mul_mats(types, form.tile, form.outputs), form.grid(x.shape[0], *n_outs), arguments)
 
 
 def _rms_norm(o: Operands) -> Call:
@@ -130,7 +168,7 @@ def _rms_norm(o: Operands) -> Call:
         "y": y,
         "eps": float(o.settings["eps"]),
     }
-    return Call(rms_norm, x.shape[0], arguments)
+    return Call(rms_norm(NORM_WARPS[o.wide]), x.shape[0], arguments)
 
 
 def _rms_norm_rows(o: Operands) -> Call:
@@ -138,7 +176,7 @@ def _rms_norm_rows(o: Operands) -> Call:
     arguments: dict[str, Argument] = {
         "x": o.tensors["x"], "rows": rows, "weight": o.vectors["weight"], "y": o.y, "eps": float(o.settings["eps"]),
     }  # fmt: skip
-    return Call(rms_norm_rows, rows.shape[0], arguments)
+    return Call(rms_norm_rows(NORM_WARPS[o.wide]), rows.shape[0], arguments)
 
 
 def _rms_norm_concat(o: Operands) -> Call:
@@ -146,7 +184,7 @@ def _rms_norm_concat(o: Operands) -> Call:
         "a": o.tensors["a"], "b": o.tensors["b"], "weight_a": o.vectors["a"], "weight_b": o.vectors["b"], "y": o.y,
         "eps": float(o.settings["eps"]),
     }  # fmt: skip
-    return Call(rms_norm_concat, (2, o.y.shape[0]), arguments)
+    return Call(rms_norm_concat(NORM_WARPS[o.wide]), (2, o.y.shape[0]), arguments)
 
 
 def _heads(view: View, n_head: int) -> View:
@@ -207,7 +245,8 @@ def _attention(o: Operands) -> Call:
         "sequence": o.tensors["sequence"], "position": o.tensors["position"], "partial": o.y,
         "scale": float(o.settings["scale"]),
     }  # fmt: skip
-    return Call(attention(*o.cache_types, q.shape[2]), (n_head, n_tokens, n_spans), arguments)
+    made = attention(*o.cache_types, q.shape[2], ATTENTION_WARPS[o.wide])
+    return Call(made, (n_head, n_tokens, n_spans), arguments)
 
 
 def _attention_merge(o: Operands) -> Call:
@@ -217,7 +256,8 @@ def _attention_merge(o: Operands) -> Call:
     arguments: dict[str, Argument] = {
         "partial": partial, "position": o.tensors["position"], "out": out, "scale": float(o.settings["scale"]),
     }  # fmt: skip
-    return Call(attention_merge(out.shape[2]), (n_head, n_tokens), arguments)
+    warps = _ceil(out.shape[2], 32) if o.wide else 1
+    return Call(attention_merge(out.shape[2], warps), (n_head, n_tokens), arguments)
 
 
 def _attention_whole(o: Operands) -> Call:
@@ -232,7 +272,8 @@ def _attention_whole(o: Operands) -> Call:
         "sequence": o.tensors["sequence"], "position": o.tensors["position"], "q_gate": gate,
         "y": o.y.reshape((*q.shape[:2], 1, q.shape[2])), "scale": float(o.settings["scale"]),
     }  # fmt: skip
-    return Call(attention_whole(*o.cache_types, q.shape[2], gated=gated), q.shape[1::-1], arguments)
+    made = attention_whole(*o.cache_types, q.shape[2], ATTENTION_WARPS[o.wide], gated=gated)
+    return Call(made, q.shape[1::-1], arguments)
 
 
 def _flat(view: View) -> View:
@@ -281,7 +322,7 @@ def _row_parts(view: View, row: int) -> View:
 def _short_conv(o: Operands) -> Call:
     assert o.recurrent is not None
     weight, segments = o.vectors["weight"], o.tensors["segments"]
-    grid = (_ceil(o.y.shape[1], 32), segments.shape[0])
+    grid = (_ceil(o.y.shape[1], 32), segments.shape[0], _ceil(o.y.shape[0], ROWS))
     arguments: dict[str, Argument] = {
         "x": o.tensors["x"], "weight": weight, "segments": segments, "history": o.recurrent[0], "y": o.y,
     }  # fmt: skip
@@ -291,12 +332,13 @@ def _short_conv(o: Operands) -> Call:
 def _short_conv_gates(o: Operands) -> Call:
     plain = _short_conv(o)
     alpha, weight = o.tensors["alpha"], o.vectors["weight"]
-    columns, n_segments = _ceil(o.y.shape[1], 32) + _ceil(alpha.shape[1], 32), o.tensors["segments"].shape[0]
+    columns = _ceil(o.y.shape[1], 32) + _ceil(alpha.shape[1], 32)
     arguments: dict[str, Argument] = {
         **plain.arguments, "alpha": alpha, "beta": o.tensors["beta"], "dt_bias": o.vectors["dt_bias"],
         "a": o.vectors["a"], "gates": o.tensors["gates"],
     }  # fmt: skip
-    return Call(short_conv_gates(weight.shape[1]), (columns, n_segments), arguments)
+    _, *rest = plain.grid if isinstance(plain.grid, tuple) else (plain.grid,)
+    return Call(short_conv_gates(weight.shape[1]), (columns, *rest), arguments)
 
 
 def _delta_gates(o: Operands) -> Call:
@@ -316,7 +358,8 @@ def _gated_delta(o: Operands) -> Call:
         "qkv": o.tensors["qkv"], "gates": o.tensors["gates"], "segments": segments, "states": states, "y": o.y,
         "eps": float(o.settings["eps"]),
     }  # fmt: skip
-    return Call(gated_delta(size), (size // columns_per_block(size), n_head, segments.shape[0]), arguments)
+    grid = (size // columns_per_block(size), n_head, segments.shape[0])
+    return Call(gated_delta(size, DELTA_WARPS[o.wide]), grid, arguments)
 
 
 def _gated_norm(o: Operands) -> Call:
@@ -354,22 +397,31 @@ def _route(o: Operands) -> Call:
     return Call(experts.route, logits.shape[0], arguments)
 
 
+def _expert_form(o: Operands, n_in: int, n_out: int) -> _Form:
+    """As ``_form`` for rows one by one; those that are no whole blocks go the host's way on every device."""
+    return _Form(1, None) if n_in % LANES else _form(o, 1, n_out)
+
+
 def _mul_mat_experts(o: Operands) -> Call:
     matrix, x, index = o.matrices["weight"], o.tensors["x"], o.tensors["index"]
-    if len(x.shape) == 2:  # the same for all experts of a row
-        x = x.reshape((x.shape[0], 1, x.shape[1]))
     n_rows, n_used, n_out = o.y.shape
-    arguments: dict[str, Argument] = {**matrix.arguments, "index": index, "x": x, "y": o.y}
-    return Call(experts.mul_mat_experts(matrix.type), (n_out, n_used, n_rows), arguments)
+    # One row for all experts of a row, or one for each.
+    x = x.reshape((x.size // x.shape[-1], x.shape[-1]))
+    form = _expert_form(o, x.shape[1], n_rows * n_used * n_out)
+    arguments: dict[str, Argument] = {**form.arrays(matrix), "index": index, "x": form.x(x), "y": o.y}
+    made = experts.mul_mat_experts(matrix.type, form.outputs)
+    return Call(made, (form.grid(1, n_out)[0], n_used, n_rows), arguments)
 
 
 def _experts_swiglu(o: Operands) -> Call:
     gate, up, x = o.matrices["gate"], o.matrices["up"], o.tensors["x"]
     n_rows, n_used, n_out = o.y.shape
+    form = _expert_form(o, x.shape[1], n_rows * n_used * n_out)
     arguments: dict[str, Argument] = {
-        "index": o.tensors["index"], "x": x.reshape((n_rows, 1, x.shape[1])), "y": o.y, **_parted(o),
+        "index": o.tensors["index"], "x": form.x(x), "y": o.y, **_parted(o, form),
     }  # fmt: skip
-    return Call(experts.experts_swiglu((gate.type, up.type)), (n_out, n_used, n_rows), arguments)
+    made = experts.experts_swiglu((gate.type, up.type), form.outputs)
+    return Call(made, (form.grid(1, n_out)[0], n_used, n_rows), arguments)
 
 
 def _combine_experts_add(o: Operands) -> Call:

@@ -150,9 +150,12 @@ class EngineOptions:
             worst_case_reserve=self.worst_case_reserve,
         )
 
-    def context_plans(self, config: ModelConfig) -> list[ContextPlan]:
-        """The target context, and the draft context if there is one. Raises ``UnsupportedModelError``."""
-        target = self.context_settings(config)
+    def context_plans(self, config: ModelConfig, *, fewest_launches: bool = False) -> list[ContextPlan]:
+        """The target context, and the draft context if there is one. Raises ``UnsupportedModelError``.
+
+        ``fewest_launches``: for a device on which a launch costs more than arithmetic.
+        """
+        target = replace(self.context_settings(config), fewest_launches=fewest_launches)
         plans = [ContextPlan(config, target)]
         if self.spec_type == "none":
             return plans

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,24 @@ class Matrix:
     def arguments(self) -> dict[str, Argument]:
         """The three array arguments of every kernel that reads weights."""
         return {"codes": self.codes, "halves": self.halves, "words": self.words}
+
+    @cached_property
+    def wide_arguments(self) -> dict[str, Argument]:
+        """The same for kernels whose lanes own four columns: the same bytes in larger elements."""
+        dtypes = format_of(self.type).wide.dtypes
+        return {
+            name: _in_elements(view, dtypes[name])
+            for name, view in (("codes", self.codes), ("halves", self.halves), ("words", self.words))
+        }
+
+
+def _in_elements(view: View, dtype: np.dtype[Any]) -> View:
+    """The bytes of a view [rows, columns] as elements of another size."""
+    if view.dtype == dtype:
+        return view
+    rows, columns = view.shape
+    shape = (rows, columns * view.itemsize // dtype.itemsize)
+    return view.buffer.view(dtype, shape, offset=view.offset, name=view.name)
 
 
 def _parts(shapes: PackedShapes) -> list[tuple[str, np.dtype[Any], tuple[int, int], int]]:

@@ -160,6 +160,8 @@ class Stream(Protocol):
 class Device(DeviceMemory, Protocol):
     """One device: memory, streams, events. ``instrumentation.devices.host`` and ``.cuda`` are the two kinds."""
 
+    #: whether a thread had better load several neighbouring elements at once: a GPU's threads do, a vector's lanes not
+    wide_loads: bool
     #: which calls fail on purpose
     faults: Faults | None
 

@@ -175,11 +175,37 @@ class CudaDriver:
         block: tuple[int, int, int],
         stream: Any,
         parameters: int,
+        *,
+        early: bool = False,
     ) -> None:
         """See ``Driver``."""
+        if early:
+            self._launch_early(function, grid, block, stream, parameters)
+            return
         (error,) = self._cuda.cuLaunchKernel(function, *grid, *block, 0, stream, parameters, 0)
         if error != self._success:
             raise DriverCallError("cuLaunchKernel", _name_of(error))
+
+    def _launch_early(
+        self,
+        function: Any,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        stream: Any,
+        parameters: int,
+    ) -> None:
+        cuda = self._cuda
+        attribute = cuda.CUlaunchAttribute()
+        attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config = cuda.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block
+        config.sharedMemBytes = 0
+        config.hStream = stream
+        config.attrs = [attribute]
+        config.numAttrs = 1
+        self._call("cuLaunchKernelEx", config, function, parameters, 0)
 
     def begin_capture(self, stream: Any) -> None:
         """See ``Driver``."""

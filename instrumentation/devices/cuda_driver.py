@@ -159,8 +159,13 @@ class Driver(Protocol):
         block: tuple[int, int, int],
         stream: Any,
         parameters: int,
+        *,
+        early: bool = False,
     ) -> None:
-        """Queue a kernel. ``parameters``: address of an array of addresses, one for each parameter."""
+        """Queue a kernel. ``parameters``: address of an array of addresses, one for each parameter.
+
+        ``early``: it may start while the kernel before it runs, for which it waits itself.
+        """
         ...
 
     def begin_capture(self, stream: Any) -> None:

@@ -96,9 +96,9 @@ class PreparedLaunch:
         self.block = block_of(launch.kernel.block)
         self.parameters = pack(launch.kernel.signature, launch.arguments.values())
 
-    def queue(self, driver: Driver, stream: Any) -> None:
-        """Queue it on a driver's stream."""
-        driver.launch(self.function, self.grid, self.block, stream, self.parameters.address)
+    def queue(self, driver: Driver, stream: Any, *, early: bool = False) -> None:
+        """Queue it on a driver's stream; ``early``: as ``Driver.launch`` has it."""
+        driver.launch(self.function, self.grid, self.block, stream, self.parameters.address, early=early)
 
     def __str__(self) -> str:
         return f"{self.launch.kernel.name} (launch {self.launch.number})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from instrumentation.devices.cuda_driver import DriverCallError
 from instrumentation.devices.cuda_launch import PreparedLaunch
 from instrumentation.devices.cuda_staging import Staging
 from instrumentation.devices.launch import bind
+from instrumentation.kernel.cuda_entry import LEAST_CAPABILITY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
     from instrumentation.kernel import Kernel
     from instrumentation.ownership import Owner
     from instrumentation.view import View
+
+
+#: blocks of launches that overlap at their ends
+MOST_BLOCKS = 8192
 
 
 class CudaEvent(CheckedEvent):
@@ -76,12 +82,20 @@ class CudaGraph(CapturedGraph):
             self.destroy()
             raise
 
+    def _may_overlap(self, *launches: PreparedLaunch) -> bool:
+        """Whether the second may start while the first runs: it waits for it, but takes room that large ones need."""
+        if self.device.context.compute_capability < LEAST_CAPABILITY:
+            return False
+        return all(prod(prepared.grid) <= MOST_BLOCKS for prepared in launches)
+
     def _capture(self, launches: list[PreparedLaunch]) -> Any:
         driver, handle = self.device.context.driver, self.stream.handle
         driver.begin_capture(handle)
         try:
-            for prepared in launches:
-                prepared.queue(driver, handle)
+            for before, prepared in zip((None, *launches), launches, strict=False):
+                prepared.queue(
+                    driver, handle, early=before is not None and self._may_overlap(before, prepared)
+                )
         except BaseException:
             with suppress(DriverCallError):  # what made the launch fail may have ended the capture too
                 driver.destroy_graph(driver.end_capture(handle))

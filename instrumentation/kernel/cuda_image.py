@@ -74,7 +74,13 @@ def compile_image(kernel: Kernel, compute_capability: tuple[int, int]) -> CudaIm
 def image_path(kernel: Kernel, compute_capability: tuple[int, int]) -> Path:
     """File of a kernel's image: its name hashes everything that the image depends on."""
     major, minor = compute_capability
-    parts = [describe(kernel.parsed), repr(kernel.signature), repr(kernel.block), f"sm_{major}{minor}"]
+    parts = [
+        describe(kernel.parsed),
+        repr(kernel.signature),
+        repr(kernel.block),
+        repr(kernel.ahead),
+        f"sm_{major}{minor}",
+    ]
     stem = host_cache.file_stem(kernel.name, "\n".join([*parts, *_versions(), host_cache.version()]))
     return host_cache.cache_folder() / f"{stem}.cuda"
 

@@ -11,6 +11,7 @@ from numba.core import types as nb
 
 from instrumentation.errors import KernelDialectError
 from instrumentation.kernel.access import AccessSets, access_sets
+from instrumentation.kernel.cuda_entry import RowsAhead, with_entry
 from instrumentation.kernel.host_compile import CompiledKernel, compile_host
 from instrumentation.kernel.lower_cuda import compile_ptx, cuda_function, cuda_signature
 from instrumentation.kernel.lower_host import HostOptions
@@ -54,7 +55,15 @@ class DeviceFunction:
 class Kernel:
     """A parsed kernel. ``reads`` and ``writes`` name its array parameters; ``block`` is its shape of threads."""
 
-    def __init__(self, function: Callable[..., Any], block: tuple[int, ...], *, strict: bool) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        block: tuple[int, ...],
+        *,
+        strict: bool,
+        ahead: RowsAhead | None = None,
+        resident: int | None = None,
+    ) -> None:
         self.signature: dict[str, Any] = _checked_signature(function)
         ranks = {name: kind.ndim for name, kind in self.signature.items() if isinstance(kind, nb.Array)}
         self.parsed: ParsedFunction = parse_function(function, ranks)
@@ -62,6 +71,10 @@ class Kernel:
         self.function = function
         self.block = block
         self.strict = strict
+        #: what a GPU fetches before the kernel's predecessor is done
+        self.ahead = ahead
+        #: blocks that a GPU's multiprocessor shall hold at a time
+        self.resident = resident
         self.name = self.parsed.name
         missing = [p for p in self.parsed.parameters if p not in self.signature]
         if missing:
@@ -93,7 +106,15 @@ class Kernel:
 
     def ptx(self, compute_capability: tuple[int, int]) -> str:
         """PTX text for a compute capability, compiled without a GPU."""
-        return compile_ptx(self.function, self.parsed, cuda_signature(self.signature), compute_capability)
+        plain = compile_ptx(self.function, self.parsed, cuda_signature(self.signature), compute_capability)
+        return with_entry(
+            plain,
+            self.signature,
+            self.block,
+            compute_capability,
+            ahead=self.ahead,
+            resident=self.resident,
+        )
 
     def __call__(self, *_arguments: Any) -> None:
         """Refuse: a kernel runs on a device."""
@@ -120,11 +141,19 @@ def _checked_signature(function: Any) -> dict[str, Any]:
     return signature
 
 
-def kernel(*, block: int | tuple[int, ...], strict: bool = False) -> Callable[[Callable[..., None]], Kernel]:
+def kernel(
+    *,
+    block: int | tuple[int, ...],
+    strict: bool = False,
+    ahead: RowsAhead | None = None,
+    resident: int | None = None,
+) -> Callable[[Callable[..., None]], Kernel]:
     """Make a kernel of a Numba CUDA function whose parameters are annotated with ``instrumentation.kernel.types``.
 
     ``block``: threads of a block, one to three dimensions, a compile-time constant (at most 1,024 threads).
     ``strict``: refuse float arithmetic whose bits depend on the lowering (see ``strict.py``).
+    ``ahead``: rows of constant matrices that a GPU may fetch early, which changes no result.
+    ``resident``: blocks that a GPU's multiprocessor shall hold at a time, for which its assembler leaves registers.
     Raises ``KernelDialectError`` with file, line and reason for source outside the dialect.
     """
     shape = (block,) if isinstance(block, int) else tuple(block)
@@ -135,7 +164,7 @@ def kernel(*, block: int | tuple[int, ...], strict: bool = False) -> Callable[[C
         )
 
     def decorate(function: Callable[..., None]) -> Kernel:
-        return Kernel(function, shape, strict=strict)
+        return Kernel(function, shape, strict=strict, ahead=ahead, resident=resident)
 
     return decorate
 

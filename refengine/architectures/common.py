@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from refengine.errors import UnsupportedModelError
 from refengine.graph import BatchShape, ContextShape, Graph
-from refengine.kernels.attention import HEAD_DIM_UNIT
+from refengine.kernels.attention import HEAD_DIM_UNIT, MAX_HEAD_DIM
 
 if TYPE_CHECKING:
     from refengine.config import ModelConfig
@@ -62,9 +62,10 @@ def attention(graph: Graph, config: ModelConfig, layer: int, x: str, *, head_nor
 
 def attend(graph: Graph, config: ModelConfig, layer: int, q: str, k: str, v: str) -> str:
     """Rotate and store keys, store values, attend: q -> a tensor of its shape, (T, n_head * head_dim)."""
-    if config.head_dim % HEAD_DIM_UNIT:
+    if config.head_dim % HEAD_DIM_UNIT or config.head_dim > MAX_HEAD_DIM:
         raise UnsupportedModelError(
-            f"heads of {config.head_dim} elements are not built; want a multiple of {HEAD_DIM_UNIT}"
+            f"heads of {config.head_dim} elements are not built; want a multiple of {HEAD_DIM_UNIT}, "
+            f"at most {MAX_HEAD_DIM}"
         )
     il = f"-{layer}"
     q = _rope(graph, config, f"Qcur_rope{il}", q, config.n_head)

@@ -32,8 +32,21 @@ ROPE_STORES: tuple[tuple[Pairing, bool], ...] = (
     ("neox", False),
 )
 WHOLE_HEAD_DIM = 64
+#: warps of a block in the two forms of attention and of the delta rule: with one, and with as many as share its work
+ATTENTION_WARPS = (1, 8)
+#: and of a norm
+NORM_WARPS = (1, 8)
+DELTA_WARPS = (1, 4)
+#: where attention's wide form is listed for every head size; elsewhere for one
+WIDE_PAIR: tuple[CacheType, CacheType] = ("f16", "f16")
 #: how many matrices of the list of formats go together, so that kernels of several products name each format once
 PRODUCT_GROUPS = (2, 3, 4, 2, 4)
+#: forms of products: rows of x of a block, and outputs of a warp, None for the host's form
+PRODUCT_FORMS = ((1, None), (4, None), (1, 4), (8, 2))
+JOINED_FORMS = ((1, None), (4, None), (1, 2))
+#: outputs of a warp of the other kernels of products, and the formats for which those are listed in that form
+WIDE = 2
+WIDE_SAMPLE = ("F16", "Q4_1", "Q4_K")
 
 
 def grouped(formats: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
@@ -46,6 +59,21 @@ def in_pairs(formats: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
     """The formats in pairs: the first with itself, then each with the next."""
     first, *rest = formats
     return zip((first, *rest[::2]), (first, *rest[1::2]), strict=True)
+
+
+def attention_forms(pair: tuple[CacheType, CacheType], head_dims: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Head sizes and warps that attention is listed for with a pair of types that ``head_dims`` fit."""
+    narrow, wide = ATTENTION_WARPS
+    for head_dim in head_dims:
+        yield head_dim, narrow
+        if pair == WIDE_PAIR or head_dim == WHOLE_HEAD_DIM:
+            yield head_dim, wide
+
+
+def merge_forms() -> Iterator[tuple[int, int]]:
+    """Head sizes and warps that the merge of spans is listed for."""
+    for head_dim in HEAD_DIMS:
+        yield from ((head_dim, warps) for warps in sorted({1, -(-head_dim // 32)}))
 
 
 def all_kernels() -> Iterator[Kernel]:
@@ -66,28 +94,33 @@ def all_kernels() -> Iterator[Kernel]:
     from refengine.kernels.rope_store import rope_store  # noqa: PLC0415
     from refengine.kernels.short_conv import short_conv, short_conv_gates  # noqa: PLC0415
 
-    yield from (norm.rms_norm, norm.rms_norm_rows, norm.rms_norm_concat)
+    for warps in NORM_WARPS:
+        yield from (norm.rms_norm(warps), norm.rms_norm_rows(warps), norm.rms_norm_concat(warps))
     yield from (elementwise.swiglu, elementwise.add, elementwise.select_rows, select.top_k)
     yield from (hidden.gather_hidden, hidden.scatter_rows, hidden.concat_rows)
     yield from (rope("norm"), rope("neox"))
     yield from (gates.delta_gates, gates.gated_norm, gates.query_norm, gates.output_gate)
     yield from (experts.route, experts.combine_experts, experts.combine_experts_add)
     yield from (made(n_taps) for n_taps in CONV_TAPS for made in (short_conv, short_conv_gates))
-    yield from (gated_delta(state_size) for state_size in STATE_SIZES)
+    yield from (gated_delta(state_size, warps) for state_size in STATE_SIZES for warps in DELTA_WARPS)
     for quantisation in FORMATS:
         yield get_rows(quantisation)
-        yield experts.mul_mat_experts(quantisation)
-        yield from (mul_mat(quantisation, tile) for tile in (1, TILE))
-        yield mul_mat_add(quantisation, TILE)
-    yield from (experts.experts_swiglu(pair) for pair in in_pairs(FORMATS))
-    for tile in (1, TILE):
-        yield from (mul_mats(group, tile) for group in grouped(FORMATS))
-        yield from (mul_mat_swiglu(pair, tile) for pair in in_pairs(FORMATS))
+        yield from (mul_mat(quantisation, *form) for form in PRODUCT_FORMS)
+        for outputs in (None, WIDE) if quantisation.name in WIDE_SAMPLE else (None,):
+            yield experts.mul_mat_experts(quantisation, outputs)
+            yield mul_mat_add(quantisation, TILE, outputs)
+    yield from (
+        experts.experts_swiglu(pair, outputs) for pair in in_pairs(FORMATS) for outputs in (None, WIDE)
+    )
+    for form in JOINED_FORMS:
+        yield from (mul_mats(group, *form) for group in grouped(FORMATS))
+        yield from (mul_mat_swiglu(pair, *form) for pair in in_pairs(FORMATS))
     for type_k, type_v in CACHE_PAIRS:
         yield store_kv(type_k, type_v)
         fits = [n for n in HEAD_DIMS if KV_TYPES[type_k].fits(n) and KV_TYPES[type_v].fits(n)]
-        yield from (attention(type_k, type_v, head_dim) for head_dim in fits)
-        yield from (attention_whole(type_k, type_v, WHOLE_HEAD_DIM, gated=gated) for gated in (False, True))
-    yield from (attention_merge(head_dim) for head_dim in HEAD_DIMS)
+        yield from (attention(type_k, type_v, *form) for form in attention_forms((type_k, type_v), fits))
+        for warps, gated in itertools.product(ATTENTION_WARPS, (False, True)):
+            yield attention_whole(type_k, type_v, WHOLE_HEAD_DIM, warps, gated=gated)
+    yield from (attention_merge(*form) for form in merge_forms())
     for pair, (pairing, norms) in zip(CACHE_PAIRS, ROPE_STORES, strict=True):
         yield rope_store(pairing, *pair, norms=norms)

@@ -14,12 +14,12 @@ import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType
 from numba import cuda, float32, int32
 
-from instrumentation.kernel import DeviceFunction, Kernel, device_function, kernel
+from instrumentation.kernel import Kernel, device_function, kernel
 from instrumentation.kernel.types import f32_2d, f32_3d, i32, i32_2d, u8_2d, u16_2d, u32_2d
 from refengine.kernels.elementwise import SPAN
 from refengine.kernels.gates import sigmoid_f64
+from refengine.kernels.mul_mat import both_totals_of, reading, suffix, totals_of
 from refengine.kernels.numerics import FULL, INFINITY, exp_f32, sigmoid_f32, warp_max, warp_sum
-from refengine.kernels.quants import format_of
 
 #: chosen probabilities are divided by their sum, or by this where the sum is smaller
 SMALLEST_SUM = 2.0**-14
@@ -82,71 +82,54 @@ def route(logits: f32_2d, index: i32_2d, weight: f32_2d) -> None:
 
 
 @functools.cache
-def _expert_column(quantisation: GGMLQuantizationType) -> DeviceFunction:
-    """One element of a product with an expert's matrix, float32."""
-    weight = format_of(quantisation).weight
+def mul_mat_experts(quantisation: GGMLQuantizationType, outputs: int | None = None) -> Kernel:
+    """Products of rows with the matrices of their experts. Grid: (n_out, n_used, n_rows).
 
-    @device_function
-    def column(
-        codes: u8_2d,
-        halves: u16_2d,
-        words: u32_2d,
-        x: f32_3d,
-        row: i32,
-        part: i32,
-        weight_row: i32,
-        lane: i32,
-    ) -> Any:
-        own = float32(0.0)
-        n_blocks = x.shape[2] // 32
-        for b in range(n_blocks):
-            own = cuda.fma(
-                weight(codes, halves, words, weight_row, b, lane), x[row, part, b * 32 + lane], own
-            )
-        if n_blocks * 32 < x.shape[2]:
-            at = n_blocks * 32 + lane
-            v = x[row, part, at] if at < x.shape[2] else float32(0.0)
-            own = cuda.fma(weight(codes, halves, words, weight_row, n_blocks, lane), v, own)
-        return warp_sum(own)
-
-    return column
-
-
-@functools.cache
-def mul_mat_experts(quantisation: GGMLQuantizationType) -> Kernel:
-    """Products of rows with the matrices of their experts. Grid: (n_out, n_used, n_rows)."""
-    column = _expert_column(quantisation)
+    With ``outputs`` as ``mul_mat`` has it: (ceil(n_out / outputs), n_used, n_rows), for rows of whole blocks.
+    """
+    totals = totals_of(quantisation, 1, outputs)
+    width = outputs or 1
+    columns = tuple(range(width))
 
     @kernel(block=32, strict=True)
+    @reading(outputs, codes=quantisation)
     def mul_mat_experts(
-        codes: u8_2d, halves: u16_2d, words: u32_2d, index: i32_2d, x: f32_3d, y: f32_3d
+        codes: u8_2d, halves: u16_2d, words: u32_2d, index: i32_2d, x: f32_2d, y: f32_3d
     ) -> None:
         """Writes y[r, u] = W[index[r, u]] x[r, u]. index [n_rows, n_used], y [n_rows, n_used, n_out].
 
-        x [n_rows, 1, n_in], the same for all experts of a row, or [n_rows, n_used, n_in]; weights [n_expert * n_out,
+        x [n_rows, n_in], the same for all experts of a row, or [n_rows * n_used, n_in]; weights [n_expert * n_out,
         n_in] as packed by ``refengine.kernels.quants``, rows filled up with zeros to a multiple of 32 weights. The
         bits are those of ``mul_mat``.
         """
         lane = cuda.threadIdx.x
-        out = cuda.blockIdx.x
+        out = cuda.blockIdx.x * width
         used = cuda.blockIdx.y
         row = cuda.blockIdx.z
-        part = min(used, x.shape[1] - 1)
-        weight_row = index[row, used] * y.shape[2] + out
-        total = column(codes, halves, words, x, row, part, weight_row, lane)
-        if lane == 0:
-            y[row, used, out] = total
+        n_parts = x.shape[0] // index.shape[0]
+        at = row * n_parts + min(used, n_parts - 1)
+        first_out = index[row, used] * y.shape[2]
+        sums = cuda.local.array(width, float32)
+        totals(codes, halves, words, x, first_out + out, first_out + y.shape[2] - 1, at, sums)
+        for o in columns:
+            if lane == 0 and out + o < y.shape[2]:
+                y[row, used, out + o] = sums[o]
 
-    mul_mat_experts.name = f"mul_mat_experts_{quantisation.name.lower()}"
+    mul_mat_experts.name = f"mul_mat_experts_{suffix((quantisation,), 1, outputs)}"
     return mul_mat_experts
 
 
 @functools.cache
-def experts_swiglu(quantisations: tuple[GGMLQuantizationType, GGMLQuantizationType]) -> Kernel:
-    """As two ``mul_mat_experts``, gate and up, then ``swiglu`` of both. Grid: (n_out, n_used, n_rows)."""
-    gate_column, up_column = (_expert_column(quantisation) for quantisation in quantisations)
+def experts_swiglu(
+    quantisations: tuple[GGMLQuantizationType, GGMLQuantizationType], outputs: int | None = None
+) -> Kernel:
+    """As two ``mul_mat_experts``, gate and up, then ``swiglu`` of both. Grid as of ``mul_mat_experts``."""
+    totals = both_totals_of(quantisations, 1, outputs)
+    width = outputs or 1
+    columns = tuple(range(width))
 
     @kernel(block=32, strict=True)
+    @reading(outputs, gate_codes=quantisations[0], up_codes=quantisations[1])
     def experts_swiglu(
         gate_codes: u8_2d,
         gate_halves: u16_2d,
@@ -155,22 +138,35 @@ def experts_swiglu(quantisations: tuple[GGMLQuantizationType, GGMLQuantizationTy
         up_halves: u16_2d,
         up_words: u32_2d,
         index: i32_2d,
-        x: f32_3d,
+        x: f32_2d,
         y: f32_3d,
     ) -> None:
         """Shapes as of ``mul_mat_experts``."""
         lane = cuda.threadIdx.x
-        out = cuda.blockIdx.x
+        out = cuda.blockIdx.x * width
         used = cuda.blockIdx.y
         row = cuda.blockIdx.z
-        part = min(used, x.shape[1] - 1)
-        weight_row = index[row, used] * y.shape[2] + out
-        gate = gate_column(gate_codes, gate_halves, gate_words, x, row, part, weight_row, lane)
-        up = up_column(up_codes, up_halves, up_words, x, row, part, weight_row, lane)
-        if lane == 0:
-            y[row, used, out] = gate * sigmoid_f32(gate) * up
+        n_parts = x.shape[0] // index.shape[0]
+        at = row * n_parts + min(used, n_parts - 1)
+        first_out = index[row, used] * y.shape[2]
+        last_out = first_out + y.shape[2] - 1
+        gates = cuda.local.array(width, float32)
+        ups = cuda.local.array(width, float32)
+        totals(
+            gate_codes, gate_halves, gate_words, up_codes, up_halves, up_words, x, first_out + out, last_out, at,
+            gates, ups,
+        )  # fmt: skip
+        # Lane o takes output o, so that one evaluation of the sigmoid serves them all.
+        gate = float32(0.0)
+        up = float32(0.0)
+        for o in columns:
+            if lane == o:
+                gate = gates[o]
+                up = ups[o]
+        if lane < width and out + lane < y.shape[2]:
+            y[row, used, out + lane] = gate * sigmoid_f32(gate) * up
 
-    experts_swiglu.name = "experts_swiglu_" + "_".join(kind.name.lower() for kind in quantisations)
+    experts_swiglu.name = f"experts_swiglu_{suffix(quantisations, 1, outputs)}"
     return experts_swiglu
 
 

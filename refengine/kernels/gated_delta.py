@@ -24,14 +24,14 @@ import numpy.typing as npt
 from numba import cuda, float32
 
 from instrumentation.kernel import Kernel, device_function, kernel
-from instrumentation.kernel.types import f32, f32_2d, f32_3d, f32_4d, i32_2d
-from refengine.kernels.numerics import warp_sum
+from instrumentation.kernel.types import f32, f32_1d, f32_2d, f32_3d, f32_4d, i32, i32_2d
+from refengine.kernels.numerics import only_warp, own_warp, warp_sum
 from refengine.kernels.short_conv import FIRST_TARGET
 
 #: a sum over keys is the sum of four running sums, so state sizes are a multiple of four
 QUARTERS = (0, 1, 2, 3)
 STATE_SIZE_UNIT = len(QUARTERS)
-#: a block keeps [state_size, 32] floats in shared memory, of which a GPU gives 48 KiB
+#: a block keeps [state_size, 32] floats, in registers of four warps on a GPU
 MAX_STATE_SIZE = 256
 
 
@@ -41,26 +41,39 @@ def columns_per_block(state_size: int) -> int:
 
 
 @device_function
-def _inverse_length(x: Any, row: Any, first: Any, n: Any, lane: Any, eps: Any) -> Any:
-    """1 / sqrt(sum of squares + eps) of elements ``first`` to ``first + n - 1`` of a row."""
-    squares = float32(0.0)
-    for b in range((n + 31) // 32):
-        at = b * 32 + lane
-        if at < n:
-            squares = cuda.fma(x[row, first + at], x[row, first + at], squares)
-    return float32(1.0) / math.sqrt(warp_sum(squares) + eps)
+def _in_memory(_row: f32_1d, qkv: f32_2d, t: i32, first: i32, i: i32) -> Any:
+    return qkv[t, first + i]
+
+
+@device_function
+def _in_block(row: f32_1d, _qkv: f32_2d, _t: i32, _first: i32, i: i32) -> Any:
+    return row[i]
 
 
 @functools.cache
-def gated_delta(state_size: int) -> Kernel:
-    """Kernel for one state size. Grid: (state_size / columns_per_block(state_size), n_head, n_segments)."""
+def gated_delta(state_size: int, warps: int = 1) -> Kernel:  # noqa: C901, PLR0915 - as the kernel in it
+    """Kernel for one state size. Grid: (state_size / columns_per_block(state_size), n_head, n_segments).
+
+    A block's 1 or 4 warps share the four running sums: the bits are the same. With four, each holds its part of the
+    matrix in registers, and a row's key and query are fetched while the row before is computed.
+    """
     assert 0 < state_size <= MAX_STATE_SIZE, state_size
     assert state_size % STATE_SIZE_UNIT == 0, state_size
+    assert warps in (1, len(QUARTERS)), warps
     width = columns_per_block(state_size)
     read_scale = 1.0 / math.sqrt(state_size)
+    wide = int(warps > 1)
+    warp_of, element = (own_warp, _in_block) if wide else (only_warp, _in_memory)
+    # Key 4 d + c belongs to running sum c, which belongs to warp c // n_own.
+    n_own = len(QUARTERS) // warps
+    n_depth = state_size // len(QUARTERS)
+    n_mine = n_depth * n_own
+    n_threads = 32 * warps
+    n_parts = -(-state_size // n_threads) if wide else 1
+    n_staged = state_size if wide else 1
 
-    @kernel(block=32, strict=True)
-    def gated_delta(
+    @kernel(block=(32, warps), strict=True)
+    def gated_delta(  # noqa: C901, PLR0912, PLR0915 - stages of one pass: barriers stand between
         qkv: f32_2d, gates: f32_3d, segments: i32_2d, states: f32_4d, y: f32_2d, eps: f32
     ) -> None:
         """Takes qkv [n_rows, (2 n_key_head + n_head) * state_size], queries, keys, values, as ``short_conv`` makes it.
@@ -68,10 +81,15 @@ def gated_delta(state_size: int) -> Kernel:
         gates [n_rows, 2, n_head]: decay, step, as ``delta_gates`` gives them; y [n_rows, n_head * state_size].
         """
         lane = cuda.threadIdx.x
+        warp = warp_of()
+        thread = warp * 32 + lane
         head = cuda.blockIdx.y
         segment = cuda.blockIdx.z
-        column = cuda.blockIdx.x * width + lane
-        cell = cuda.blockIdx.x * (state_size * width) + lane
+        # Lanes beyond the width, a power of two, do as those within it do and store nothing.
+        at = lane & (width - 1)
+        column = cuda.blockIdx.x * width + at
+        cell = cuda.blockIdx.x * (state_size * width) + at
+        first_key = warp * n_own
         first = segments[segment, 0]
         n_rows = segments[segment, 1]
         slot = segments[segment, 2]
@@ -81,45 +99,90 @@ def gated_delta(state_size: int) -> Kernel:
         q0 = (head % n_key_head) * state_size
         k0 = q0 + n_key_head * state_size
         v0 = (2 * n_key_head + head) * state_size
-        # Lanes beyond the width compute on zeros and store nothing.
-        live = lane < width
-        m = cuda.shared.array((state_size, 32), float32)
-        sums = cuda.local.array(4, float32)
+        m = cuda.local.array(n_mine, float32)
+        sums = cuda.local.array(n_own, float32)
+        ahead_k = cuda.local.array(n_parts, float32)
+        ahead_q = cuda.local.array(n_parts, float32)
+        key_row = cuda.shared.array(n_staged, float32)
+        query_row = cuda.shared.array(n_staged, float32)
+        known_parts = cuda.shared.array((4, 32), float32)
+        y_parts = cuda.shared.array((4, 32), float32)
         if n_rows > 0:
-            for i in range(state_size):
-                old = source >= 0 and live
-                m[i, lane] = states[slot, source, head, cell + i * width] if old else float32(0.0)
+            if wide > 0:
+                for p in range(n_parts):
+                    inside = min(p * n_threads + thread, state_size - 1)
+                    ahead_k[p] = qkv[first, k0 + inside]
+                    ahead_q[p] = qkv[first, q0 + inside]
+            for i in range(n_mine):
+                key = 4 * (i // n_own) + first_key + i % n_own
+                m[i] = states[slot, source, head, cell + key * width] if source >= 0 else float32(0.0)
         for t in range(n_rows):
             row = first + t
             decay = gates[row, 0, head]
             step = gates[row, 1, head]
-            q_scale = _inverse_length(qkv, row, q0, state_size, lane, eps) * float32(read_scale)
-            k_scale = _inverse_length(qkv, row, k0, state_size, lane, eps)
-            for c in QUARTERS:
-                sums[c] = float32(0.0)
-            for d in range(state_size // 4):
-                for c in QUARTERS:
-                    sums[c] = cuda.fma(m[4 * d + c, lane], qkv[row, k0 + 4 * d + c], sums[c])
+            v = qkv[row, v0 + column]
+            if wide > 0:
+                for p in range(n_parts):
+                    if p * n_threads + thread < state_size:
+                        key_row[p * n_threads + thread] = ahead_k[p]
+                        query_row[p * n_threads + thread] = ahead_q[p]
+                cuda.syncthreads()
+                following = min(row + 1, first + n_rows - 1)
+                for p in range(n_parts):
+                    inside = min(p * n_threads + thread, state_size - 1)
+                    ahead_k[p] = qkv[following, k0 + inside]
+                    ahead_q[p] = qkv[following, q0 + inside]
+            squares_q = float32(0.0)
+            squares_k = float32(0.0)
+            for b in range((state_size + 31) // 32):
+                place = b * 32 + lane
+                if place < state_size:
+                    q = element(query_row, qkv, row, q0, place)
+                    k = element(key_row, qkv, row, k0, place)
+                    squares_q = cuda.fma(q, q, squares_q)
+                    squares_k = cuda.fma(k, k, squares_k)
+            q_scale = float32(1.0) / math.sqrt(warp_sum(squares_q) + eps) * float32(read_scale)
+            k_scale = float32(1.0) / math.sqrt(warp_sum(squares_k) + eps)
+            for j in range(n_own):
+                sums[j] = float32(0.0)
+            for d in range(n_depth):
+                for j in range(n_own):
+                    k = element(key_row, qkv, row, k0, 4 * d + first_key + j)
+                    sums[j] = cuda.fma(m[d * n_own + j], k, sums[j])
+            for j in range(n_own):
+                known_parts[first_key + j, lane] = sums[j]
+            cuda.syncthreads()
             # What the decayed matrix knows under this key: the decay and the key's scale are factors of the sum.
-            known = ((sums[0] + sums[1]) + (sums[2] + sums[3])) * k_scale
-            v = qkv[row, v0 + column] if live else float32(0.0)
+            known = (
+                (known_parts[0, lane] + known_parts[1, lane]) + (known_parts[2, lane] + known_parts[3, lane])
+            ) * k_scale
             gain = step * cuda.fma(-decay, known, v) * k_scale
-            for c in QUARTERS:
-                sums[c] = float32(0.0)
-            for d in range(state_size // 4):
-                for c in QUARTERS:
-                    new = cuda.fma(gain, qkv[row, k0 + 4 * d + c], decay * m[4 * d + c, lane])
-                    m[4 * d + c, lane] = new
-                    sums[c] = cuda.fma(new, qkv[row, q0 + 4 * d + c], sums[c])
-            if live:
-                y[row, head * state_size + column] = ((sums[0] + sums[1]) + (sums[2] + sums[3])) * q_scale
+            for j in range(n_own):
+                sums[j] = float32(0.0)
+            for d in range(n_depth):
+                for j in range(n_own):
+                    k = element(key_row, qkv, row, k0, 4 * d + first_key + j)
+                    q = element(query_row, qkv, row, q0, 4 * d + first_key + j)
+                    new = cuda.fma(gain, k, decay * m[d * n_own + j])
+                    m[d * n_own + j] = new
+                    sums[j] = cuda.fma(new, q, sums[j])
+            for j in range(n_own):
+                y_parts[first_key + j, lane] = sums[j]
+            # Of the next row's barriers one stands between any of these loads and the next stores to the same array.
+            cuda.syncthreads()
+            if lane < width and warp == 0:
+                y[row, head * state_size + column] = (
+                    (y_parts[0, lane] + y_parts[1, lane]) + (y_parts[2, lane] + y_parts[3, lane])
+                ) * q_scale
             back = n_rows - 1 - t
             plane = segments[segment, FIRST_TARGET + back] if back < n_kept else -1
-            if plane >= 0 and live:
-                for i in range(state_size):
-                    states[slot, plane, head, cell + i * width] = m[i, lane]
+            if plane >= 0:
+                for i in range(n_mine):
+                    if lane < width:
+                        key = 4 * (i // n_own) + first_key + i % n_own
+                        states[slot, plane, head, cell + key * width] = m[i]
 
-    gated_delta.name = f"gated_delta_{state_size}"
+    gated_delta.name = f"gated_delta_{state_size}" + (f"_w{warps}" if wide else "")
     return gated_delta
 
 

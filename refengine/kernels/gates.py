@@ -14,6 +14,7 @@ from numba import cuda, float32
 from instrumentation.kernel import device_function, kernel
 from instrumentation.kernel.intrinsics import f32_bits, f32_from_bits
 from instrumentation.kernel.types import f32, f32_1d, f32_2d, f32_3d
+from refengine.kernels.norm import RUN
 from refengine.kernels.numerics import exp_f32, sigmoid_f32, warp_sum
 
 #: above it softplus(x) is x in float32
@@ -106,12 +107,15 @@ def query_norm(q_gate: f32_2d, weight: f32_1d, q: f32_2d, eps: f32) -> None:
     lane = cuda.threadIdx.x
     row = cuda.blockIdx.x
     n = q.shape[1]
-    squares = float32(0.0)
-    for b in range((n + 31) // 32):
-        i = b * 32 + lane
-        v = q_gate[row, i] if i < n else float32(0.0)
-        squares = cuda.fma(v, v, squares)
-    mean = warp_sum(squares) / float32(n)
+    total = float32(0.0)
+    for run in range((n + 32 * RUN - 1) // (32 * RUN)):
+        squares = float32(0.0)
+        for u in range(RUN):
+            i = (run * RUN + u) * 32 + lane
+            v = q_gate[row, i] if i < n else float32(0.0)
+            squares = cuda.fma(v, v, squares)
+        total = total + squares
+    mean = warp_sum(total) / float32(n)
     scale = float32(1.0) / math.sqrt(mean + eps)
     for b in range((n + 31) // 32):
         i = b * 32 + lane

@@ -1,68 +1,135 @@
 """Products with a weight matrix in its file's quantisation: y = x W^T, and row lookup in such a matrix.
 
-The weights are decoded in registers, 32 at a time, lane t holding weight t of a block; they never stand in memory as
-floats. The order of additions is fixed: lane t sums its column over the blocks in order, then the 32 lanes are
-summed by a butterfly. It does not depend on how many rows of x there are, so a token's result is the same bits
-alone and in any batch.
+The weights are decoded in registers; they never stand in memory as floats. There are two forms with the same bits:
+``columns`` for the host, ``words`` for a GPU.
 """
 
 # No "from __future__ import annotations": the types of a kernel's parameters are read at run time.
 import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType
 from numba import cuda, float32
 
-from instrumentation.kernel import DeviceFunction, Kernel, device_function, kernel
-from instrumentation.kernel.types import f32_2d, i32, i32_1d, u8_2d, u16_2d, u32_2d
-from refengine.kernels.numerics import warp_sum
+from instrumentation.kernel import DeviceFunction, Kernel, RowsAhead, device_function, kernel
+from instrumentation.kernel.types import f32_2d, i32, i32_1d, u8_2d, u16_2d, u32_2d, u64_2d
+from refengine.kernels import columns, words
 from refengine.kernels.quants import format_of
 
 #: rows of x that one block takes when there are more than one: each decoded weight serves them all
 TILE = 4
+#: rows of x that one warp takes at most on a GPU
+WIDE_TILE = 8
+#: blocks of so many rows that a multiprocessor shall hold at a time
+WIDE_RESIDENT = 16
+#: outputs that a warp makes of one row on a GPU, for so many outputs at least: they share x, but leave fewer warps
+WIDE_OUTPUTS = ((16384, 4), (4096, 2), (1, 1))
+Function = TypeVar("Function", bound=Callable[..., None])
+
+
+def totals_of(quantisation: Any, tile: int, outputs: int | None) -> DeviceFunction:
+    """The sums of products that a kernel is made of: ``columns.totals``, or ``words.totals`` of ``outputs``."""
+    return (
+        columns.totals(quantisation, tile) if outputs is None else words.totals(quantisation, tile, outputs)
+    )
+
+
+def reading(outputs: int | None, **formats: Any) -> Callable[[Function], Function]:
+    """Decorator that gives a kernel's parameters the element types of its form.
+
+    They are written as those of ``columns``. With ``outputs`` the matrices, whose quantisations ``formats`` gives by
+    their parameters' names (``codes_0=...`` stands for halves_0 and words_0 too), are wide, and x is pairs.
+    """
+
+    def change(function: Function) -> Function:
+        if outputs is not None:
+            function.__annotations__["x"] = u64_2d
+            for codes, quantisation in formats.items():
+                for array, kind in format_of(quantisation).wide.arrays.items():
+                    function.__annotations__[codes.replace("codes", array)] = kind
+        return function
+
+    return change
+
+
+def both_totals_of(quantisations: tuple[Any, Any], tile: int, outputs: int | None) -> DeviceFunction:
+    """The same for two matrices of one shape and one x."""
+    if outputs is None:
+        return columns.both_totals(quantisations, tile)
+    return words.both_totals(quantisations, tile, outputs)
+
+
+def rows_ahead(outputs: int | None, *groups: tuple[str, ...]) -> RowsAhead | None:
+    """Matrices of which blocks take ``outputs`` rows each, one after the other; a group's go together.
+
+    ``groups``: names of the matrices' codes, which stand for halves and words too. None for the host's form.
+    """
+    if outputs is None or outputs & (outputs - 1):
+        return None
+    arrays = ("codes", "halves", "words")
+    return RowsAhead(
+        outputs,
+        tuple(
+            tuple(codes.replace("codes", array) for codes in group for array in arrays) for group in groups
+        ),
+    )
+
+
+def launched(tile: int, outputs: int | None, *groups: tuple[str, ...]) -> dict[str, Any]:
+    """Arguments of ``kernel`` for a kernel of products; ``groups`` as of ``rows_ahead``."""
+    # With many rows a warp's sums take most of the registers that it can have, and 8 warps hide no load.
+    resident = WIDE_RESIDENT if outputs is not None and tile >= WIDE_TILE else None
+    return {"block": 32, "strict": True, "ahead": rows_ahead(outputs, *groups), "resident": resident}
 
 
 @functools.cache
-def product(quantisation: GGMLQuantizationType, tile: int, *, adds: bool = False) -> DeviceFunction:
-    """One column of y = x W^T for a tile of rows, plus r with ``adds``: what every kernel of products is made of."""
-    weight = format_of(quantisation).weight
-    rows = tuple(range(tile))
-    residual = int(adds)
+def product(quantisation: GGMLQuantizationType, tile: int, outputs: int | None = None) -> DeviceFunction:
+    """Writes y = x W^T for a tile of rows and one output, or ``outputs`` of them."""
+    totals = totals_of(quantisation, tile, outputs)
+    rows, columns_of = tuple(range(tile)), tuple(range(outputs or 1))
+    n_sums = tile * len(columns_of)
 
     @device_function
     def product(
-        codes: u8_2d, halves: u16_2d, words: u32_2d, x: f32_2d, r: f32_2d, y: f32_2d, out: i32, first: i32
+        codes: u8_2d, halves: u16_2d, words: u32_2d, x: f32_2d, y: f32_2d, out: i32, first: i32
     ) -> None:
-        """Takes x [n_rows, n_in]; r, y [n_rows, n_out]: column ``out`` and rows from ``first`` on are one warp's."""
+        """Takes x [n_rows, n_in], y [n_rows, n_out]: outputs from ``out`` and rows from ``first`` on are one warp's."""
         lane = cuda.threadIdx.x
-        last = x.shape[0] - 1
-        sums = cuda.local.array(tile, float32)
-        for j in rows:
-            sums[j] = float32(0.0)
-        for b in range(x.shape[1] // 32):
-            w = weight(codes, halves, words, out, b, lane)
+        sums = cuda.local.array(n_sums, float32)
+        totals(codes, halves, words, x, out, y.shape[1] - 1, first, sums)
+        for o in columns_of:
             for j in rows:
-                sums[j] = cuda.fma(w, x[min(first + j, last), b * 32 + lane], sums[j])
-        for j in rows:
-            total = warp_sum(sums[j])
-            if lane == 0 and first + j <= last:
-                y[first + j, out] = r[first + j, out] + total if residual > 0 else total
+                if lane == 0 and out + o < y.shape[1] and first + j < y.shape[0]:
+                    y[first + j, out + o] = sums[o * tile + j]
 
     return product
 
 
 @functools.cache
-def mul_mat(quantisation: GGMLQuantizationType, tile: int) -> Kernel:
-    """Kernel for one quantisation and 1 or ``TILE`` rows of x per block; grid (n_out, ceil(n_rows / tile))."""
-    column = product(quantisation, tile)
+def mul_mat(quantisation: GGMLQuantizationType, tile: int, outputs: int | None = None) -> Kernel:
+    """Kernel for one quantisation and ``tile`` rows of x per block; grid (n_out, ceil(n_rows / tile)).
 
-    @kernel(block=32, strict=True)
+    With ``outputs`` a block makes so many outputs as ``words`` describes: grid (ceil(n_out / outputs), ...).
+    """
+    column = product(quantisation, tile, outputs)
+    width = outputs or 1
+
+    @kernel(**launched(tile, outputs, ("codes",)))
+    @reading(outputs, codes=quantisation)
     def mul_mat(codes: u8_2d, halves: u16_2d, words: u32_2d, x: f32_2d, y: f32_2d) -> None:
         """Takes x [n_rows, n_in], y [n_rows, n_out], weights as packed by ``refengine.kernels.quants``."""
-        column(codes, halves, words, x, x, y, cuda.blockIdx.x, cuda.blockIdx.y * tile)
+        column(codes, halves, words, x, y, cuda.blockIdx.x * width, cuda.blockIdx.y * tile)
 
-    return _renamed(mul_mat, f"mul_mat_{quantisation.name.lower()}_x{tile}")
+    return _renamed(mul_mat, f"mul_mat_{suffix((quantisation,), tile, outputs)}")
+
+
+def suffix(quantisations: tuple[GGMLQuantizationType, ...], tile: int, outputs: int | None) -> str:
+    """End of the name of a kernel of products."""
+    names = "_".join(quantisation.name.lower() for quantisation in quantisations)
+    return f"{names}_x{tile}" + ("" if outputs is None else f"_wide{outputs}")
 
 
 @functools.cache

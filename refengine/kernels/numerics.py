@@ -37,6 +37,18 @@ def warp_max(value: Any) -> Any:
 
 
 @device_function
+def only_warp() -> Any:
+    """Number of a thread's warp in a block of one."""
+    return 0
+
+
+@device_function
+def own_warp() -> Any:
+    """Number of a thread's warp in a block of (32, n) threads."""
+    return cuda.threadIdx.y
+
+
+@device_function
 def exp_f32(x: Any) -> Any:
     """e**x in float32, within 2 ulp; 0 below -87.33 (no denormals), infinity above 88.37; NaN stays NaN.
 

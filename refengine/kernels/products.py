@@ -5,7 +5,7 @@ Kernels of several products are made for the quantisation of each, so that matri
 
 # No "from __future__ import annotations": the types of a kernel's parameters are read at run time.
 import functools
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +15,16 @@ from numba import cuda, float32
 from instrumentation.kernel import Kernel, kernel
 from instrumentation.kernel.types import f32_2d, u8_2d, u16_2d, u32_2d
 from refengine.kernels.elementwise import swiglu_f64
-from refengine.kernels.mul_mat import mul_mat_f64, product
-from refengine.kernels.numerics import sigmoid_f32, warp_sum
-from refengine.kernels.quants import format_of
+from refengine.kernels.mul_mat import (
+    both_totals_of,
+    launched,
+    mul_mat_f64,
+    product,
+    reading,
+    suffix,
+    totals_of,
+)
+from refengine.kernels.numerics import sigmoid_f32
 
 #: products of one x that one launch can hold
 MAX_PRODUCTS = 4
@@ -25,29 +32,52 @@ Quantisations: TypeAlias = tuple[GGMLQuantizationType, ...]
 
 
 @functools.cache
-def mul_mat_add(quantisation: GGMLQuantizationType, tile: int) -> Kernel:
-    """As ``mul_mat``, then ``add``: y = r + x W^T. Grid: (n_out, ceil(n_rows / tile))."""
-    column = product(quantisation, tile, adds=True)
+def mul_mat_add(quantisation: GGMLQuantizationType, tile: int, outputs: int | None = None) -> Kernel:
+    """As ``mul_mat``, then ``add``: y = r + x W^T. Grid as of ``mul_mat``."""
+    totals = totals_of(quantisation, tile, outputs)
+    width = outputs or 1
+    rows, columns = tuple(range(tile)), tuple(range(width))
+    n_sums = tile * width
 
-    @kernel(block=32, strict=True)
+    @kernel(**launched(tile, outputs, ("codes",)))
+    @reading(outputs, codes=quantisation)
     def mul_mat_add(codes: u8_2d, halves: u16_2d, words: u32_2d, x: f32_2d, r: f32_2d, y: f32_2d) -> None:
         """Takes x [n_rows, n_in]; r, y [n_rows, n_out]."""
-        column(codes, halves, words, x, r, y, cuda.blockIdx.x, cuda.blockIdx.y * tile)
+        lane = cuda.threadIdx.x
+        out = cuda.blockIdx.x * width
+        first = cuda.blockIdx.y * tile
+        sums = cuda.local.array(n_sums, float32)
+        # Loaded before the products, which it need not wait for.
+        old = cuda.local.array(n_sums, float32)
+        for o in range(width):
+            for j in range(tile):
+                old[o * tile + j] = r[min(first + j, y.shape[0] - 1), min(out + o, y.shape[1] - 1)]
+        totals(codes, halves, words, x, out, y.shape[1] - 1, first, sums)
+        for o in columns:
+            for j in rows:
+                if lane == 0 and out + o < y.shape[1] and first + j < y.shape[0]:
+                    y[first + j, out + o] = old[o * tile + j] + sums[o * tile + j]
 
-    mul_mat_add.name = f"mul_mat_add_{_suffix((quantisation,), tile)}"
+    mul_mat_add.name = f"mul_mat_add_{suffix((quantisation,), tile, outputs)}"
     return mul_mat_add
 
 
 @functools.cache
-def mul_mat_swiglu(quantisations: Quantisations, tile: int) -> Kernel:
-    """As two ``mul_mat``, then ``swiglu`` of both. Grid: (n_out, ceil(n_rows / tile)).
+def mul_mat_swiglu(
+    quantisations: tuple[GGMLQuantizationType, GGMLQuantizationType], tile: int, outputs: int | None = None
+) -> Kernel:
+    """As two ``mul_mat``, then ``swiglu`` of both. Grid as of ``mul_mat``; ``outputs * tile`` is 32 at most.
 
     On the host a sigmoid for each block's few results costs more than a launch for all results does.
     """
-    gate_weight, up_weight = (format_of(quantisation).weight for quantisation in quantisations)
-    rows = tuple(range(tile))
+    totals = both_totals_of(quantisations, tile, outputs)
+    width = outputs or 1
+    n_sums = tile * width
+    assert n_sums <= 32, (tile, outputs)
+    places = tuple(range(n_sums))
 
-    @kernel(block=32, strict=True)
+    @kernel(**launched(tile, outputs, ("gate_codes", "up_codes")))
+    @reading(outputs, gate_codes=quantisations[0], up_codes=quantisations[1])
     def mul_mat_swiglu(
         gate_codes: u8_2d,
         gate_halves: u16_2d,
@@ -60,49 +90,47 @@ def mul_mat_swiglu(quantisations: Quantisations, tile: int) -> Kernel:
     ) -> None:
         """Writes y = gate * sigmoid(gate) * up of the products of x [n_rows, n_in]; y [n_rows, n_out]."""
         lane = cuda.threadIdx.x
-        out = cuda.blockIdx.x
+        out = cuda.blockIdx.x * width
         first = cuda.blockIdx.y * tile
-        last = x.shape[0] - 1
-        gates = cuda.local.array(tile, float32)
-        ups = cuda.local.array(tile, float32)
-        for j in rows:
-            gates[j] = float32(0.0)
-            ups[j] = float32(0.0)
-        for b in range(x.shape[1] // 32):
-            gate_w = gate_weight(gate_codes, gate_halves, gate_words, out, b, lane)
-            up_w = up_weight(up_codes, up_halves, up_words, out, b, lane)
-            for j in rows:
-                gates[j] = cuda.fma(gate_w, x[min(first + j, last), b * 32 + lane], gates[j])
-                ups[j] = cuda.fma(up_w, x[min(first + j, last), b * 32 + lane], ups[j])
-        # Lane j takes row j, so that one evaluation of the sigmoid serves them all.
+        gates = cuda.local.array(n_sums, float32)
+        ups = cuda.local.array(n_sums, float32)
+        totals(
+            gate_codes, gate_halves, gate_words, up_codes, up_halves, up_words, x, out, y.shape[1] - 1, first,
+            gates, ups,
+        )  # fmt: skip
+        # Lane k takes total k, so that one evaluation of the sigmoid serves them all.
         gate = float32(0.0)
         up = float32(0.0)
-        for j in rows:
-            gate_sum = warp_sum(gates[j])
-            up_sum = warp_sum(ups[j])
-            if lane == j:
-                gate = gate_sum
-                up = up_sum
-        if lane < tile and first + lane <= last:
-            y[first + lane, out] = gate * sigmoid_f32(gate) * up
+        for k in places:
+            if lane == k:
+                gate = gates[k]
+                up = ups[k]
+        row = first + lane % tile
+        of = out + lane // tile
+        if lane < n_sums and row < y.shape[0] and of < y.shape[1]:
+            y[row, of] = gate * sigmoid_f32(gate) * up
 
-    mul_mat_swiglu.name = f"mul_mat_swiglu_{_suffix(quantisations, tile)}"
+    mul_mat_swiglu.name = f"mul_mat_swiglu_{suffix(quantisations, tile, outputs)}"
     return mul_mat_swiglu
 
 
-def mul_mats(quantisations: Quantisations, tile: int) -> Kernel:
+def mul_mats(quantisations: Quantisations, tile: int, outputs: int | None = None) -> Kernel:
     """As a ``mul_mat`` for each of 2 to ``MAX_PRODUCTS`` matrices, of one x. Grid: (sum of n_out, ceil(n_rows / tile)).
 
+    With ``outputs``: (sum of ceil(n_out / outputs), ...).
     Parameters: codes_i, halves_i, words_i of each matrix; x [n_rows, n_in]; y_i [n_rows, n_out of the matrix].
     """
-    return _MUL_MATS[len(quantisations)](quantisations, tile)
+    return _MUL_MATS[len(quantisations)](quantisations, tile, outputs)
 
 
 @functools.cache
-def _mul_mat_2(quantisations: Quantisations, tile: int) -> Kernel:
-    column_0, column_1 = (product(quantisation, tile) for quantisation in quantisations)
+def _mul_mat_2(quantisations: Quantisations, tile: int, outputs: int | None) -> Kernel:
+    column_0, column_1 = (product(quantisation, tile, outputs) for quantisation in quantisations)
 
-    @kernel(block=32, strict=True)
+    width = outputs or 1
+
+    @kernel(**_launched(quantisations, tile, outputs))
+    @reading(outputs, codes_0=quantisations[0], codes_1=quantisations[1])
     def mul_mat_2(
         codes_0: u8_2d,
         halves_0: u16_2d,
@@ -114,23 +142,26 @@ def _mul_mat_2(quantisations: Quantisations, tile: int) -> Kernel:
         y_0: f32_2d,
         y_1: f32_2d,
     ) -> None:
-        out = cuda.blockIdx.x
+        block = cuda.blockIdx.x
         first = cuda.blockIdx.y * tile
-        end_0 = y_0.shape[1]
-        if out < end_0:
-            column_0(codes_0, halves_0, words_0, x, x, y_0, out, first)
+        end_0 = (y_0.shape[1] + width - 1) // width
+        if block < end_0:
+            column_0(codes_0, halves_0, words_0, x, y_0, block * width, first)
         else:
-            column_1(codes_1, halves_1, words_1, x, x, y_1, out - end_0, first)
+            column_1(codes_1, halves_1, words_1, x, y_1, (block - end_0) * width, first)
 
-    mul_mat_2.name = f"mul_mat_2_{_suffix(quantisations, tile)}"
+    mul_mat_2.name = f"mul_mat_2_{suffix(quantisations, tile, outputs)}"
     return mul_mat_2
 
 
 @functools.cache
-def _mul_mat_3(quantisations: Quantisations, tile: int) -> Kernel:
-    column_0, column_1, column_2 = (product(quantisation, tile) for quantisation in quantisations)
+def _mul_mat_3(quantisations: Quantisations, tile: int, outputs: int | None) -> Kernel:
+    column_0, column_1, column_2 = (product(quantisation, tile, outputs) for quantisation in quantisations)
 
-    @kernel(block=32, strict=True)
+    width = outputs or 1
+
+    @kernel(**_launched(quantisations, tile, outputs))
+    @reading(outputs, codes_0=quantisations[0], codes_1=quantisations[1], codes_2=quantisations[2])
     def mul_mat_3(
         codes_0: u8_2d,
         halves_0: u16_2d,
@@ -146,26 +177,37 @@ def _mul_mat_3(quantisations: Quantisations, tile: int) -> Kernel:
         y_1: f32_2d,
         y_2: f32_2d,
     ) -> None:
-        out = cuda.blockIdx.x
+        block = cuda.blockIdx.x
         first = cuda.blockIdx.y * tile
-        end_0 = y_0.shape[1]
-        end_1 = end_0 + y_1.shape[1]
-        if out < end_0:
-            column_0(codes_0, halves_0, words_0, x, x, y_0, out, first)
-        elif out < end_1:
-            column_1(codes_1, halves_1, words_1, x, x, y_1, out - end_0, first)
+        end_0 = (y_0.shape[1] + width - 1) // width
+        end_1 = end_0 + (y_1.shape[1] + width - 1) // width
+        if block < end_0:
+            column_0(codes_0, halves_0, words_0, x, y_0, block * width, first)
+        elif block < end_1:
+            column_1(codes_1, halves_1, words_1, x, y_1, (block - end_0) * width, first)
         else:
-            column_2(codes_2, halves_2, words_2, x, x, y_2, out - end_1, first)
+            column_2(codes_2, halves_2, words_2, x, y_2, (block - end_1) * width, first)
 
-    mul_mat_3.name = f"mul_mat_3_{_suffix(quantisations, tile)}"
+    mul_mat_3.name = f"mul_mat_3_{suffix(quantisations, tile, outputs)}"
     return mul_mat_3
 
 
 @functools.cache
-def _mul_mat_4(quantisations: Quantisations, tile: int) -> Kernel:
-    column_0, column_1, column_2, column_3 = (product(quantisation, tile) for quantisation in quantisations)
+def _mul_mat_4(quantisations: Quantisations, tile: int, outputs: int | None) -> Kernel:
+    column_0, column_1, column_2, column_3 = (
+        product(quantisation, tile, outputs) for quantisation in quantisations
+    )
 
-    @kernel(block=32, strict=True)
+    width = outputs or 1
+
+    @kernel(**_launched(quantisations, tile, outputs))
+    @reading(
+        outputs,
+        codes_0=quantisations[0],
+        codes_1=quantisations[1],
+        codes_2=quantisations[2],
+        codes_3=quantisations[3],
+    )
     def mul_mat_4(
         codes_0: u8_2d,
         halves_0: u16_2d,
@@ -185,29 +227,29 @@ def _mul_mat_4(quantisations: Quantisations, tile: int) -> Kernel:
         y_2: f32_2d,
         y_3: f32_2d,
     ) -> None:
-        out = cuda.blockIdx.x
+        block = cuda.blockIdx.x
         first = cuda.blockIdx.y * tile
-        end_0 = y_0.shape[1]
-        end_1 = end_0 + y_1.shape[1]
-        end_2 = end_1 + y_2.shape[1]
-        if out < end_0:
-            column_0(codes_0, halves_0, words_0, x, x, y_0, out, first)
-        elif out < end_1:
-            column_1(codes_1, halves_1, words_1, x, x, y_1, out - end_0, first)
-        elif out < end_2:
-            column_2(codes_2, halves_2, words_2, x, x, y_2, out - end_1, first)
+        end_0 = (y_0.shape[1] + width - 1) // width
+        end_1 = end_0 + (y_1.shape[1] + width - 1) // width
+        end_2 = end_1 + (y_2.shape[1] + width - 1) // width
+        if block < end_0:
+            column_0(codes_0, halves_0, words_0, x, y_0, block * width, first)
+        elif block < end_1:
+            column_1(codes_1, halves_1, words_1, x, y_1, (block - end_0) * width, first)
+        elif block < end_2:
+            column_2(codes_2, halves_2, words_2, x, y_2, (block - end_1) * width, first)
         else:
-            column_3(codes_3, halves_3, words_3, x, x, y_3, out - end_2, first)
+            column_3(codes_3, halves_3, words_3, x, y_3, (block - end_2) * width, first)
 
-    mul_mat_4.name = f"mul_mat_4_{_suffix(quantisations, tile)}"
+    mul_mat_4.name = f"mul_mat_4_{suffix(quantisations, tile, outputs)}"
     return mul_mat_4
 
 
+def _launched(quantisations: Quantisations, tile: int, outputs: int | None) -> dict[str, Any]:
+    return launched(tile, outputs, *((f"codes_{i}",) for i in range(len(quantisations))))
+
+
 _MUL_MATS = {2: _mul_mat_2, 3: _mul_mat_3, MAX_PRODUCTS: _mul_mat_4}
-
-
-def _suffix(quantisations: Quantisations, tile: int) -> str:
-    return "_".join(quantisation.name.lower() for quantisation in quantisations) + f"_x{tile}"
 
 
 Floats = npt.NDArray[np.floating]

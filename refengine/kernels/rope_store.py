@@ -16,7 +16,7 @@ from numba import cuda, float32
 from instrumentation.kernel import Kernel, device_function, kernel
 from instrumentation.kernel.types import f32, f32_1d, f32_2d, f32_3d, f32_4d, i32, i32_1d
 from refengine.kernels.kv_types import KV_TYPES, PAGE, SCALE_BYTES, CacheType
-from refengine.kernels.norm import rms_norm_f64
+from refengine.kernels.norm import RUN, rms_norm_f64
 from refengine.kernels.numerics import warp_sum
 from refengine.kernels.rope import Pairing, rope_f64
 
@@ -29,12 +29,15 @@ def _no_scale(_x: f32_3d, _token: i32, _head: i32, _n: i32, _eps: f32, _lane: i3
 @device_function
 def _norm_scale(x: f32_3d, token: i32, head: i32, n: i32, eps: f32, lane: i32) -> Any:
     """As ``rms_norm`` has it for the first n elements of a head."""
-    squares = float32(0.0)
-    for b in range((n + 31) // 32):
-        i = b * 32 + lane
-        v = x[token, head, i] if i < n else float32(0.0)
-        squares = cuda.fma(v, v, squares)
-    mean = warp_sum(squares) / float32(n)
+    total = float32(0.0)
+    for run in range((n + 32 * RUN - 1) // (32 * RUN)):
+        squares = float32(0.0)
+        for u in range(RUN):
+            i = (run * RUN + u) * 32 + lane
+            v = x[token, head, i] if i < n else float32(0.0)
+            squares = cuda.fma(v, v, squares)
+        total = total + squares
+    mean = warp_sum(total) / float32(n)
     return float32(1.0) / math.sqrt(mean + eps)
 
 

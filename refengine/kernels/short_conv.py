@@ -25,6 +25,8 @@ from refengine.kernels.numerics import sigmoid_f32
 
 #: first of the columns of ``segments`` that say where states are written
 FIRST_TARGET = 4
+#: rows of a segment that one block takes
+ROWS = 32
 
 
 def segment_columns(n_rs_seq: int) -> int:
@@ -33,9 +35,9 @@ def segment_columns(n_rs_seq: int) -> int:
 
 
 @functools.cache
-def _convolution(n_taps: int) -> DeviceFunction:
-    """What a block does with its 32 channels of a segment."""
-    assert n_taps >= 2, n_taps
+def _convolution(n_taps: int) -> DeviceFunction:  # noqa: C901 - as the function in it
+    """What a block does with its 32 channels of ``ROWS`` rows of a segment."""
+    assert 2 <= n_taps <= ROWS, n_taps
     n_old = n_taps - 1
     taps = tuple(range(n_taps))
     old_taps = tuple(range(n_old))
@@ -48,20 +50,23 @@ def _convolution(n_taps: int) -> DeviceFunction:
         n_rows = segments[segment, 1]
         slot = segments[segment, 2]
         source = segments[segment, 3]
+        begin = cuda.blockIdx.z * ROWS
         live = channel < x.shape[1]
-        # A state may be written over the one that is read: keep it.
+        # A state may be written over the one that is read: the block that reads it keeps it, and writes.
         old = cuda.local.array(n_old, float32)
         w = cuda.local.array(n_taps, float32)
         window = cuda.local.array(n_taps, float32)
-        if n_rows > 0:
+        if begin < n_rows:
             for k in taps:
                 w[k] = weight[channel, k] if live else float32(0.0)
             for k in old_taps:
                 old[k] = float32(0.0)
-                if source >= 0 and live:
+                if begin > 0:
+                    old[k] = x[first + begin - n_old + k, channel] if live else float32(0.0)
+                elif source >= 0 and live:
                     old[k] = history[slot, source, k, channel]
                 window[k + 1] = old[k]
-        for t in range(n_rows):
+        for t in range(begin, min(begin + ROWS, n_rows)):
             for k in old_taps:
                 window[k] = window[k + 1]
             window[n_old] = x[first + t, channel] if live else float32(0.0)
@@ -70,7 +75,7 @@ def _convolution(n_taps: int) -> DeviceFunction:
                 total = cuda.fma(w[k + 1], window[k + 1], total)
             if live:
                 y[first + t, channel] = total * sigmoid_f32(total)
-        for back in range(min(n_rows, segments.shape[1] - FIRST_TARGET)):
+        for back in range(min(n_rows, segments.shape[1] - FIRST_TARGET) if begin == 0 else 0):
             plane = segments[segment, FIRST_TARGET + back]
             for k in old_taps:
                 # Row of x, of which the n_old before the first are the old state.
@@ -86,7 +91,7 @@ def _convolution(n_taps: int) -> DeviceFunction:
 
 @functools.cache
 def short_conv(n_taps: int) -> Kernel:
-    """Kernel for one number of taps (at least 2). Grid: (ceil(n_channels / 32), n_segments)."""
+    """Kernel for one number of taps (at least 2). Grid: (ceil(n_channels / 32), n_segments, ceil(n_rows / ROWS))."""
     convolve = _convolution(n_taps)
 
     @kernel(block=32, strict=True)
@@ -102,7 +107,7 @@ def short_conv(n_taps: int) -> Kernel:
 def short_conv_gates(n_taps: int) -> Kernel:
     """As ``short_conv`` and, for the same rows, ``delta_gates``.
 
-    Grid: (ceil(n_channels / 32) + ceil(n_head / 32), n_segments).
+    Grid: (ceil(n_channels / 32) + ceil(n_head / 32), n_segments, ceil(n_rows / ROWS)).
     """
     convolve = _convolution(n_taps)
 
@@ -125,8 +130,9 @@ def short_conv_gates(n_taps: int) -> Kernel:
             convolve(x, weight, segments, history, y)
         else:
             head = (cuda.blockIdx.x - n_blocks) * 32 + cuda.threadIdx.x
-            begin = segments[cuda.blockIdx.y, 0]
-            for row in range(begin, begin + segments[cuda.blockIdx.y, 1]):
+            begin = cuda.blockIdx.z * ROWS
+            for t in range(begin, min(begin + ROWS, segments[cuda.blockIdx.y, 1])):
+                row = segments[cuda.blockIdx.y, 0] + t
                 if head < alpha.shape[1]:
                     gates[row, 0, head] = decay_of(alpha[row, head], dt_bias[head], a[head])
                     gates[row, 1, head] = sigmoid_f32(beta[row, head])

@@ -8,6 +8,7 @@ from engines import DATA, same_bits
 from fake_cuda import fake_device
 
 import refengine
+from instrumentation.devices.host import HostDevice
 from instrumentation.errors import DeviceError
 from instrumentation.faults import FaultInjector, FaultPlan, InjectedFaultError
 from refengine.errors import ComputeError
@@ -67,7 +68,8 @@ def test_bits_are_those_of_the_host_device(name, options, graphs, check):
 
 
 @pytest.mark.parametrize(("name", "options"), [("llama", {}), ("qwen35", DRAFTS)])
-def test_fault_sites_are_those_of_the_host_device(name, options):
+def test_fault_sites_are_those_of_the_host_device(name, options, monkeypatch):
+    monkeypatch.setattr(HostDevice, "wide_loads", True)  # the same graphs and kernels
     tokens, _ = tokens_of(name)
     passed = []
     for device in ("host", fake_device()):

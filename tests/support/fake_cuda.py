@@ -268,8 +268,11 @@ class FakeDriver:
         block: tuple[int, int, int],
         stream: Any,
         parameters: int,
+        *,
+        early: bool = False,
     ) -> None:
         self._enter("launch")
+        assert stream.capture or not early, "nothing stands before it that it could wait for"
         assert block == (*function.block, 1, 1)[:3]
         launch = FakeLaunch(function, [*grid, *_host_slots(function, parameters)], prod(grid))
         if stream.capture is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,17 +11,26 @@ import numpy as np
 from kv_cells import empty_caches, fill, fitting, held
 
 from refengine.kernels import (
+    ATTENTION_WARPS,
     CACHE_PAIRS,
+    DELTA_WARPS,
     HEAD_DIMS,
+    JOINED_FORMS,
+    NORM_WARPS,
+    PRODUCT_FORMS,
     ROPE_STORES,
     STATE_SIZES,
     WHOLE_HEAD_DIM,
+    WIDE,
+    WIDE_SAMPLE,
+    attention_forms,
     elementwise,
     experts,
     gates,
     grouped,
     hidden,
     in_pairs,
+    merge_forms,
     norm,
     select,
 )
@@ -121,6 +131,15 @@ def packed(quantisation: Any, raw: Any, n_out: int, n_in: int) -> dict[str, Any]
     return {"codes": arrays.codes, "halves": arrays.halves, "words": arrays.words}
 
 
+def wide_matrix(quantisation: Any, arrays: dict[str, Any]) -> dict[str, Any]:
+    """A packed matrix as kernels for lanes of four columns take it: the same bytes in larger elements."""
+    dtypes = FORMATS[quantisation].wide.dtypes
+    return {
+        name: array if array.dtype == dtypes[name] else array.view(dtypes[name])
+        for name, array in arrays.items()
+    }
+
+
 def cases(seed: int = 0) -> Iterator[Case]:
     """Every family; matrices 96 x 1024, attention over 300 positions of scattered pages."""
     rng = np.random.default_rng(seed)
@@ -129,10 +148,6 @@ def cases(seed: int = 0) -> Iterator[Case]:
         return rng.standard_normal(shape).astype(np.float32)
 
     x, w = normal(5, 576), normal(576)
-    yield Case(
-        norm.rms_norm, (5,), {"x": x, "weight": w, "y": poisoned(x.shape), "eps": 1e-5},
-        {"y": norm.rms_norm_f64(x, w, 1e-5)},
-    )  # fmt: skip
     gate, up = 6 * normal(1500), normal(1500)
     span = -(-1500 // elementwise.SPAN)
     yield Case(
@@ -145,17 +160,23 @@ def cases(seed: int = 0) -> Iterator[Case]:
     )  # fmt: skip
     rows = np.array([4, 0, 4], np.int32)
     yield Case(elementwise.select_rows, (3,), {"x": x, "rows": rows, "y": poisoned((3, 576))}, {"y": x[rows]})
-    yield Case(
-        norm.rms_norm_rows, (3,), {"x": x, "rows": rows, "weight": w, "y": poisoned((3, 576)), "eps": 1e-5},
-        {"y": norm.rms_norm_f64(x[rows], w, 1e-5)},
-    )  # fmt: skip
     other, other_w = normal(5, 70), normal(70)
     both = [norm.rms_norm_f64(x, w, 1e-5), norm.rms_norm_f64(other, other_w, 1e-5)]
-    yield Case(
-        norm.rms_norm_concat, (2, 5),
-        {"a": x, "b": other, "weight_a": w, "weight_b": other_w, "y": poisoned((5, 646)), "eps": 1e-5},
-        {"y": np.concatenate(both, axis=1)},
-    )  # fmt: skip
+    for warps in NORM_WARPS:
+        yield Case(
+            norm.rms_norm(warps), (5,), {"x": x, "weight": w, "y": poisoned(x.shape), "eps": 1e-5},
+            {"y": norm.rms_norm_f64(x, w, 1e-5)},
+        )  # fmt: skip
+        yield Case(
+            norm.rms_norm_rows(warps), (3,),
+            {"x": x, "rows": rows, "weight": w, "y": poisoned((3, 576)), "eps": 1e-5},
+            {"y": norm.rms_norm_f64(x[rows], w, 1e-5)},
+        )  # fmt: skip
+        yield Case(
+            norm.rms_norm_concat(warps), (2, 5),
+            {"a": x, "b": other, "weight_a": w, "weight_b": other_w, "y": poisoned((5, 646)), "eps": 1e-5},
+            {"y": np.concatenate(both, axis=1)},
+        )  # fmt: skip
     logits = normal(3, 5000)
     index, value = select.top_k_f64(logits, 8)
     yield Case(
@@ -266,14 +287,14 @@ def _recurrent_cases(rng: np.random.Generator) -> Iterator[Case]:
         y[part], after = short_conv_f64(x[part], weight, old)
         wanted[slot, targets] = after[:-3:-1]
     yield Case(
-        short_conv(4), (3, 3),
+        short_conv(4), (3, 3, 1),
         {"x": x, "weight": weight, "segments": segments, "history": history, "y": poisoned(x.shape)},
         {"y": y, "history": wanted},
     )  # fmt: skip
     alpha, beta = (rng.standard_normal((5, 40)).astype(np.float32) for _ in range(2))
     dt_bias, a = rng.standard_normal(40).astype(np.float32), -rng.uniform(0.1, 2, 40).astype(np.float32)
     yield Case(
-        short_conv_gates(4), (3 + 2, 3),
+        short_conv_gates(4), (3 + 2, 3, 1),
         {
             "x": x, "weight": weight, "alpha": alpha, "beta": beta, "dt_bias": dt_bias, "a": a, "segments": segments,
             "history": history, "y": poisoned(x.shape), "gates": poisoned((5, 2, 40)),
@@ -291,14 +312,15 @@ def _recurrent_cases(rng: np.random.Generator) -> Iterator[Case]:
         for (part, slot, targets), begin in zip(parts, (np.zeros_like(old), old), strict=True):
             y[part], after = gated_delta_f64(qkv[part], pair[part], begin, eps)
             wanted[slot, targets] = packed_state(after[:-3:-1])
-        yield Case(
-            gated_delta(size), (size // columns_per_block(size), n_head, 3),
-            {
-                "qkv": qkv, "gates": pair, "segments": segments, "states": states,
-                "y": poisoned((5, n_head * size)), "eps": eps,
-            },
-            {"y": y, "states": wanted},
-        )  # fmt: skip
+        for warps in DELTA_WARPS:
+            yield Case(
+                gated_delta(size, warps), (size // columns_per_block(size), n_head, 3),
+                {
+                    "qkv": qkv, "gates": pair, "segments": segments, "states": states,
+                    "y": poisoned((5, n_head * size)), "eps": eps,
+                },
+                {"y": y, "states": wanted},
+            )  # fmt: skip
 
 
 def _matrix(rng: np.random.Generator, quantisation: Any, n_out: int, n_in: int) -> tuple[dict[str, Any], Any]:
@@ -313,72 +335,90 @@ def _behind(role: str, arrays: dict[str, Any]) -> dict[str, Any]:
     return {f"{role}_{name}": array for name, array in arrays.items()}
 
 
+def _in_form(
+    outputs: int | None, kind: Any, weights: dict[str, Any], x: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A matrix and x as kernels of either form of products take them."""
+    if outputs is None:
+        return weights, {"x": x}
+    return wide_matrix(kind, weights), {"x": x.view(np.uint64)}
+
+
 def _joined_product_cases(rng: np.random.Generator) -> Iterator[Case]:
     """Matrices of several formats and heights."""
     n_in = 512
     x = rng.standard_normal((6, n_in)).astype(np.float32)
     index = np.array([[2, 0], [1, 2]], np.int32)  # 30 rows are 3 experts of 10
-    for pair in in_pairs(FORMATS):
+    for pair, outputs in itertools.product(in_pairs(FORMATS), (None, WIDE)):
         (gate, gates_dense), (up, ups_dense) = (_matrix(rng, kind, 30, n_in) for kind in pair)
-        parts = x[:2, None] / 16
+        parts = x[:2] / 16
         products = (
-            experts.mul_mat_experts_f64(parts, dense.reshape(3, 10, n_in), index)
+            experts.mul_mat_experts_f64(parts[:, None], dense.reshape(3, 10, n_in), index)
             for dense in (gates_dense, ups_dense)
         )
+        gate, rows = _in_form(outputs, pair[0], gate, parts)
+        up, _ = _in_form(outputs, pair[1], up, parts)
         yield Case(
-            experts.experts_swiglu(pair), (10, 2, 2),
-            {
-                **_behind("gate", gate), **_behind("up", up), "index": index, "x": parts, "y": poisoned((2, 2, 10)),
-            },
+            experts.experts_swiglu(pair, outputs), (-(-10 // (outputs or 1)), 2, 2),
+            {**_behind("gate", gate), **_behind("up", up), **rows, "index": index, "y": poisoned((2, 2, 10))},
             {"y": elementwise.swiglu_f64(*products)},
         )  # fmt: skip
-    for tile in (1, TILE):
+    for tile, outputs in JOINED_FORMS:
         for group in grouped(FORMATS):
-            arguments: dict[str, Any] = {"x": x}
+            arguments: dict[str, Any] = {}
             expected = {}
             for i, quantisation in enumerate(group):
                 weights, dense = _matrix(rng, quantisation, 5 + 9 * i, n_in)
-                arguments |= {f"{name}_{i}": array for name, array in weights.items()}
+                weights, rows = _in_form(outputs, quantisation, weights, x)
+                arguments |= {f"{name}_{i}": array for name, array in weights.items()} | rows
                 arguments[f"y_{i}"] = poisoned((6, len(dense)))
                 expected[f"y_{i}"] = mul_mat_f64(x, dense)
-            grid = (sum(y.shape[1] for y in expected.values()), -(-6 // tile))
-            yield Case(mul_mats(group, tile), grid, arguments, expected)
+            grid = (sum(-(-y.shape[1] // (outputs or 1)) for y in expected.values()), -(-6 // tile))
+            yield Case(mul_mats(group, tile, outputs), grid, arguments, expected)
         for pair in in_pairs(FORMATS):
             (gate, gates_dense), (up, ups_dense) = (_matrix(rng, kind, 30, n_in) for kind in pair)
-            arguments = {"x": x / 16, "y": poisoned((6, 30))}
-            arguments |= _behind("gate", gate) | _behind("up", up)
+            gate, rows = _in_form(outputs, pair[0], gate, x / 16)
+            up, _ = _in_form(outputs, pair[1], up, x)
+            arguments = {"y": poisoned((6, 30)), **rows, **_behind("gate", gate), **_behind("up", up)}
             yield Case(
-                mul_mat_swiglu(pair, tile), (30, -(-6 // tile)), arguments,
+                mul_mat_swiglu(pair, tile, outputs), (-(-30 // (outputs or 1)), -(-6 // tile)), arguments,
                 {"y": mul_mat_swiglu_f64(x / 16, gates_dense, ups_dense)},
             )  # fmt: skip
 
 
 def _matrix_cases(rng: np.random.Generator, quantisation: Any) -> Iterator[Case]:
-    n_out, n_in = 96, 1024
+    n_out, n_in = 97, 1024
     weights, dense = _matrix(rng, quantisation, n_out, n_in)
     x = rng.standard_normal((6, n_in)).astype(np.float32)
     wanted = x.astype(np.float64) @ dense.astype(np.float64).T
-    for tile in (1, TILE):
+    for tile, outputs in PRODUCT_FORMS:
+        arrays, rows = _in_form(outputs, quantisation, weights, x)
         yield Case(
-            mul_mat(quantisation, tile), (n_out, -(-6 // tile)), {**weights, "x": x, "y": poisoned((6, n_out))},
+            mul_mat(quantisation, tile, outputs), (-(-n_out // (outputs or 1)), -(-6 // tile)),
+            {**arrays, **rows, "y": poisoned((6, n_out))},
             {"y": wanted},
         )  # fmt: skip
     r = rng.standard_normal((6, n_out)).astype(np.float32)
-    yield Case(
-        mul_mat_add(quantisation, TILE), (n_out, 2), {**weights, "x": x, "r": r, "y": poisoned((6, n_out))},
-        {"y": mul_mat_add_f64(x, dense, r)},
-    )  # fmt: skip
-    index = np.array([[2, 0], [1, 2]], np.int32)  # the 96 rows are 3 experts of 32
+    index = np.array([[2, 0], [1, 2]], np.int32)  # the first 96 rows are 3 experts of 32
     parts = rng.standard_normal((2, 2, n_in)).astype(np.float32)
+    for outputs in (None, WIDE) if quantisation.name in WIDE_SAMPLE else (None,):
+        arrays, rows = _in_form(outputs, quantisation, weights, x)
+        yield Case(
+            mul_mat_add(quantisation, TILE, outputs), (-(-n_out // (outputs or 1)), 2),
+            {**arrays, **rows, "r": r, "y": poisoned((6, n_out))},
+            {"y": mul_mat_add_f64(x, dense, r)},
+        )  # fmt: skip
+        _, rows = _in_form(outputs, quantisation, weights, parts.reshape(4, n_in))
+        yield Case(
+            experts.mul_mat_experts(quantisation, outputs), (32 // (outputs or 1), 2, 2),
+            {**arrays, **rows, "index": index, "y": poisoned((2, 2, 32))},
+            {"y": experts.mul_mat_experts_f64(parts, dense[:96].reshape(3, 32, n_in), index)},
+        )  # fmt: skip
+    chosen = rng.integers(0, n_out, 9).astype(np.int32)
     yield Case(
-        experts.mul_mat_experts(quantisation), (32, 2, 2),
-        {**weights, "index": index, "x": parts, "y": poisoned((2, 2, 32))},
-        {"y": experts.mul_mat_experts_f64(parts, dense.reshape(3, 32, n_in), index)},
+        get_rows(quantisation), (9,), {**weights, "rows": chosen, "y": poisoned((9, n_in))},
+        {"y": dense[chosen]},
     )  # fmt: skip
-    rows = rng.integers(0, n_out, 9).astype(np.int32)
-    yield Case(
-        get_rows(quantisation), (9,), {**weights, "rows": rows, "y": poisoned((9, n_in))}, {"y": dense[rows]}
-    )
 
 
 def _attention_cases(
@@ -415,20 +455,22 @@ def _attention_cases(
             wanted[t, :, s] = span_f64(
                 q[t], keys[s * SPAN : p + 1][:SPAN], values[s * SPAN : p + 1][:SPAN], scale
             )
-    yield Case(
-        attention(*pair, head_dim), (n_head, 5, n_spans),
-        {
-            "q": q, "k_cache": stored_k, "v_cache": stored_v, "pages": pages[None, :].copy(),
-            "sequence": np.zeros(5, np.int32), "position": position, "partial": partial, "scale": scale,
-        },
-        {"partial": wanted},
-    )  # fmt: skip
-    if pair == ("f32", "f32"):
+    for form in attention_forms(pair, [head_dim]):
         yield Case(
-            attention_merge(head_dim), (n_head, 5),
-            {"partial": wanted, "position": position, "out": poisoned(q.shape), "scale": scale},
-            {"out": attention_f64(q, keys, values, position, scale)},
+            attention(*pair, *form), (n_head, 5, n_spans),
+            {
+                "q": q, "k_cache": stored_k, "v_cache": stored_v, "pages": pages[None, :].copy(),
+                "sequence": np.zeros(5, np.int32), "position": position, "partial": partial, "scale": scale,
+            },
+            {"partial": wanted},
         )  # fmt: skip
+    for form in merge_forms() if pair == ("f32", "f32") else ():
+        if form[0] == head_dim:
+            yield Case(
+                attention_merge(*form), (n_head, 5),
+                {"partial": wanted, "position": position, "out": poisoned(q.shape), "scale": scale},
+                {"out": attention_f64(q, keys, values, position, scale)},
+            )  # fmt: skip
 
 
 def _attention_whole_cases(rng: np.random.Generator, pair: tuple[CacheType, CacheType]) -> Iterator[Case]:
@@ -446,10 +488,10 @@ def _attention_whole_cases(rng: np.random.Generator, pair: tuple[CacheType, Cach
     q_gate = rng.standard_normal((5, n_head, 2 * head_dim)).astype(np.float32)
     scale = 1 / np.sqrt(head_dim)
     attended = attention_f64(q, held(pair[0], keys), held(pair[1], values), position, scale)
-    for gated in (False, True):
+    for warps, gated in itertools.product(ATTENTION_WARPS, (False, True)):
         wanted = gates.output_gate_f64(attended, q_gate) if gated else attended
         yield Case(
-            attention_whole(*pair, head_dim, gated=gated), (n_head, 5),
+            attention_whole(*pair, head_dim, warps, gated=gated), (n_head, 5),
             {
                 "q": q, "k_cache": k_cache, "v_cache": v_cache, "pages": pages[None, :].copy(),
                 "sequence": np.zeros(5, np.int32), "position": position, "q_gate": q_gate,

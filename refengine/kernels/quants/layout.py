@@ -8,22 +8,20 @@ the host's compiler turns the lane loop into vector code. Weights are never expa
 the bits of the file and no others.
 """
 
-from __future__ import annotations
-
+# No "from __future__ import annotations": the types of a device function's parameters are read at run time.
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES
 
+from instrumentation.kernel import DeviceFunction, device_function
+from instrumentation.kernel.types import i32, u8_2d, u16_2d, u32_2d
 from refengine.errors import UnsupportedModelError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from instrumentation.kernel import DeviceFunction
 
 LANES = 32
 #: shape of an array that a format does not use: kernels take all three whatever the format
@@ -31,7 +29,7 @@ UNUSED = (1, 1)
 #: raw bytes repacked at a time: what is read, made and written stays in a core's own cache
 _CHUNK_BYTES = 2**18
 
-Blocks = npt.NDArray[Any]
+Blocks: TypeAlias = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Packed:
         codes, halves, words = self.codes.shape, self.halves.shape, self.words.shape
         return PackedShapes((codes[0], codes[1]), (halves[0], halves[1]), (words[0], words[1]))
 
-    def rows(self, first: int, last: int) -> Packed:
+    def rows(self, first: int, last: int) -> "Packed":
         """View of rows ``first`` to ``last`` (exclusive) of the arrays that have the matrix's rows."""
         n_out = max(self.codes.shape[0], self.halves.shape[0], self.words.shape[0])
 
@@ -81,6 +79,44 @@ class Packed:
             return array[first:last] if array.shape[0] == n_out else array
 
         return Packed(cut(self.codes), cut(self.halves), cut(self.words))
+
+
+@dataclass(frozen=True)
+class Wide:
+    """How a lane that owns four neighbouring columns reads a packed matrix: the same bytes as larger elements.
+
+    ``weight(codes, halves, words, row, step, place, quad, i)`` is weight ``4 * quad + i`` of block ``8 * step + place``
+    (place 0 to 7) of a row in float32, with the bits of ``QuantFormat.weight``. What it loads does not depend on i, so
+    that a compiler loads it once for four; indices are linear in ``step``, so that it turns them into pointers.
+    """
+
+    weight: DeviceFunction
+    #: annotations of the three arrays, of ``instrumentation.kernel.types``
+    codes: Any = u8_2d
+    halves: Any = u16_2d
+    words: Any = u32_2d
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """Annotations of the three arrays by their names."""
+        return {"codes": self.codes, "halves": self.halves, "words": self.words}
+
+    @property
+    def dtypes(self) -> dict[str, np.dtype[Any]]:
+        """Element types of the three arrays by their names."""
+        return {name: np.dtype(str(kind.__metadata__[0].dtype)) for name, kind in self.arrays.items()}
+
+
+def _by_column(weight: DeviceFunction) -> Wide:
+    """For a format whose weights are read one by one."""
+
+    @device_function
+    def quad_weight(
+        codes: u8_2d, halves: u16_2d, words: u32_2d, row: i32, step: i32, place: i32, quad: i32, i: i32
+    ) -> Any:
+        return weight(codes, halves, words, row, 8 * step + place, 4 * quad + i)
+
+    return Wide(quad_weight)
 
 
 @dataclass(frozen=True)
@@ -102,12 +138,19 @@ class QuantFormat:
     #: uint16 and uint32 elements for each block of the file
     block_halves: int = 0
     block_words: int = 0
+    #: for lanes that own four columns; None: as ``weight``
+    quads: Wide | None = None
 
     def __post_init__(self) -> None:
         if self.block.itemsize != self.block_bytes or self.group % LANES or self.group_bytes % LANES:
             raise ValueError(
                 f"{self.name}: {self} is not {self.block_bytes} bytes a block, whole groups of {LANES}"
             )
+
+    @cached_property
+    def wide(self) -> Wide:
+        """How a lane that owns four columns reads the format."""
+        return self.quads if self.quads is not None else _by_column(self.weight)
 
     @property
     def name(self) -> str:

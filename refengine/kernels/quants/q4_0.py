@@ -9,14 +9,25 @@ from numba import float32
 from instrumentation.kernel import device_function
 from instrumentation.kernel.intrinsics import f16_to_f32
 from instrumentation.kernel.types import i32, u8_2d, u16_2d, u32_2d
-from refengine.kernels.quants.layout import Blocks, Packed, QuantFormat, pair_nibbles
+from refengine.kernels.quants.layout import Blocks, Packed, QuantFormat, Wide, pair_nibbles
 from refengine.kernels.quants.nibbles import nibble
+from refengine.kernels.quants.quads import byte_value, nibbles
 
 
 @device_function
 def weight(codes: u8_2d, halves: u16_2d, _words: u32_2d, row: i32, b: i32, lane: i32) -> Any:
     """Weight ``32 * b + lane`` of a row, float32."""
     return f16_to_f32(halves[row, b]) * (float32(nibble(codes, row, b, lane)) - float32(8))
+
+
+@device_function
+def quad_weight(
+    codes: u32_2d, halves: u16_2d, _words: u32_2d, row: i32, step: i32, place: i32, quad: i32, i: i32
+) -> Any:
+    """Weight ``4 * quad + i`` of block ``8 * step + place`` of a row, float32."""
+    return f16_to_f32(halves[row, step * 8 + place]) * byte_value(
+        nibbles(codes, row, step, place, quad), i, 8
+    )
 
 
 def _fill(blocks: Blocks, out: Packed) -> None:
@@ -32,4 +43,5 @@ FORMAT = QuantFormat(
     group=64,
     group_bytes=32,
     block_halves=1,
+    quads=Wide(quad_weight, codes=u32_2d),
 )

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 from gguf.constants import GGMLQuantizationType
-from numba import cuda, float32, int32
+from numba import cuda, float32, int32, uint16
 
 from instrumentation.kernel import device_function
 from instrumentation.kernel.intrinsics import bit_field, f16_to_f32
 from instrumentation.kernel.types import i32, u8_2d, u16_2d, u32_2d
-from refengine.kernels.quants.layout import Blocks, Packed, QuantFormat
+from refengine.kernels.quants.layout import Blocks, Packed, QuantFormat, Wide
 from refengine.kernels.quants.q4_k import unpack_scales
+from refengine.kernels.quants.quads import byte_value
 
 
 @device_function
@@ -28,6 +29,22 @@ def weight(codes: u8_2d, halves: u16_2d, _words: u32_2d, row: i32, b: i32, lane:
     low = bit_field(codes[row, place + 32 + (j >> 1) * 32], (j & 1) * 4, 15)
     high = bit_field(codes[row, place], j, 1)
     return cuda.fma(scale, float32(int32(low | high << 4)), -minimum)
+
+
+@device_function
+def quad_weight(
+    codes: u32_2d, halves: u32_2d, _words: u32_2d, row: i32, step: i32, place: i32, quad: i32, i: i32
+) -> Any:
+    """Weight ``4 * quad + i`` of block ``8 * step + place`` of a row, float32."""
+    first = step * 5
+    both = halves[row, first]
+    scales = bit_field(halves[row, first + 1 + (place >> 1)], (place & 1) * 16, 65535)
+    scale = f16_to_f32(uint16(bit_field(both, 0, 65535))) * byte_value(bit_field(scales, 0, 63), 0, 0)
+    minimum = f16_to_f32(uint16(bit_field(both, 16, 65535))) * byte_value(bit_field(scales, 8, 63), 0, 0)
+    at = step * 40 + quad
+    low = bit_field(codes[row, at + 8 + (place >> 1) * 8], (place & 1) * 4, 0x0F0F0F0F)
+    high = bit_field(codes[row, at], place, 0x01010101)
+    return cuda.fma(scale, byte_value(int32(low | high << 4), i, 0), -minimum)
 
 
 def _fill(blocks: Blocks, out: Packed) -> None:
@@ -46,4 +63,5 @@ FORMAT = QuantFormat(
     group=256,
     group_bytes=160,
     block_halves=10,
+    quads=Wide(quad_weight, codes=u32_2d, halves=u32_2d),
 )

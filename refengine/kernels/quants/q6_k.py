@@ -12,7 +12,8 @@ from numba import float32, int8, int32
 from instrumentation.kernel import device_function
 from instrumentation.kernel.intrinsics import bit_field, f16_to_f32
 from instrumentation.kernel.types import i32, u8_2d, u16_2d, u32_2d
-from refengine.kernels.quants.layout import Blocks, Packed, QuantFormat
+from refengine.kernels.quants.layout import Blocks, Packed, QuantFormat, Wide
+from refengine.kernels.quants.quads import byte_value
 
 
 @device_function
@@ -32,6 +33,19 @@ def weight(codes: u8_2d, halves: u16_2d, _words: u32_2d, row: i32, b: i32, lane:
     return scale * (float32(int32(low | high << 4)) - float32(32))
 
 
+@device_function
+def quad_weight(
+    codes: u32_2d, halves: u16_2d, _words: u32_2d, row: i32, step: i32, place: i32, quad: i32, i: i32
+) -> Any:
+    """Weight ``4 * quad + i`` of block ``8 * step + place`` of a row, float32."""
+    first = step * 9
+    scale = float32(int8(bit_field(halves[row, first + 1 + place], (quad >> 2) * 8, 255)))
+    at = step * 48 + quad
+    low = bit_field(codes[row, at + (place >> 2) * 16 + (place & 1) * 8], (place & 2) * 2, 0x0F0F0F0F)
+    high = bit_field(codes[row, at + 32 + (place >> 2) * 8], (place & 3) * 2, 0x03030303)
+    return f16_to_f32(halves[row, first]) * scale * byte_value(int32(low | high << 4), i, 32)
+
+
 def _fill(blocks: Blocks, out: Packed) -> None:
     halves = out.halves.reshape(*blocks.shape, 9)
     halves[:, :, 0] = blocks["d"]
@@ -47,4 +61,5 @@ FORMAT = QuantFormat(
     group=256,
     group_bytes=192,
     block_halves=9,
+    quads=Wide(quad_weight, codes=u32_2d),
 )

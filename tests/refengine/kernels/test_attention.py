@@ -12,6 +12,7 @@ from kv_cells import PAIRS, TYPES, decoded, empty_caches, fill, fitting, held
 from refengine.kernels import CACHE_PAIRS, HEAD_DIMS, WHOLE_HEAD_DIM
 from refengine.kernels.attention import (
     SPAN,
+    WARPS,
     attention,
     attention_f64,
     attention_merge,
@@ -77,11 +78,13 @@ class Sequences:
         )
         self.k_cache, self.v_cache = stored["k_cache"], stored["v_cache"]
 
-    def attend(self, q: Array, sequence: Array, position: Array, threads: int | None = None) -> Array:
+    def attend(
+        self, q: Array, sequence: Array, position: Array, threads: int | None = None, warps: int = 1
+    ) -> Array:
         n_tokens, n_head, head_dim = q.shape
         n_spans = -(-max(self.lengths) // SPAN)
         found = Bench(threads=threads).run(
-            attention(*self.types, self.head_dim),
+            attention(*self.types, self.head_dim, warps),
             (n_head, n_tokens, n_spans),
             q=q,
             k_cache=self.k_cache,
@@ -93,7 +96,7 @@ class Sequences:
             scale=self.scale,
         )
         merged = Bench(threads=threads).run(
-            attention_merge(self.head_dim),
+            attention_merge(self.head_dim, min(warps, -(-self.head_dim // 32))),
             (n_head, n_tokens),
             partial=found["partial"],
             position=position,
@@ -172,6 +175,48 @@ def test_threads_do_not_change_a_bit(threads: int):
     cached = Sequences(("f16", "q8_0"), 64, 3, [100, 40], seed=0)
     asked = cached.queries(6, 3)
     assert same_bits(cached.attend(*asked, threads=threads), cached.attend(*asked))
+
+
+@pytest.mark.parametrize(("types", "head_dim"), [(F32, 16), (("f16", "f16"), 80), (("q8_0", "bf16"), 64)])
+@settings(max_examples=8)
+@given(
+    lengths=st.lists(st.one_of(LENGTHS, st.sampled_from([SPAN, SPAN + 1, 400])), min_size=1, max_size=2),
+    nan=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_warps_do_not_change_a_bit(types: Pair, head_dim: int, lengths: list[int], nan: bool, seed: int):
+    cached = Sequences(types, head_dim, 2, lengths, seed)
+    q, sequence, position = cached.queries(4, 2)
+    if nan:
+        q[1, 0, 5] = np.nan
+    one = cached.attend(q, sequence, position)
+    for warps in WARPS[1:]:
+        assert same_bits(cached.attend(q, sequence, position, warps=warps), one), warps
+
+
+@pytest.mark.parametrize("warps", [1, 8])
+def test_scores_that_are_all_infinite_on_one_page_leave_the_others(warps: int):
+    cached = Sequences(F32, 16, 1, [64], seed=0)
+    cached.keys[0][:32, :, 0] = -np.inf
+    cached.scatter()
+    position = np.array([63], np.int32)
+    out = cached.attend(np.ones((1, 1, 16), np.float32), np.zeros(1, np.int32), position, warps=warps)
+    rest = np.ones((1, 1, 16)), cached.keys[0][32:], cached.values[0][32:]
+    assert nmse(out, attention_f64(*rest, position - 32, float(np.float32(cached.scale)))) < 1e-11
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_wide_blocks_keep_everything_in_registers(head_dim: int):
+    text = attention_whole("f16", "f16", head_dim, 8, gated=True).ptx((9, 0))
+    assert ".local" not in text
+    # The keys of a page, or 64 dimensions of them, which no loop holds back.
+    assert text.count("ld.global.b16") >= 2 * 64
+
+
+@pytest.mark.parametrize(("head_dim", "warps"), [(64, 3), (64, 0), (64, 16), (18, 1), (1028, 1)])
+def test_shapes_of_blocks_that_are_not_built_are_refused(head_dim: int, warps: int):
+    with pytest.raises(AssertionError):
+        attention(*F32, head_dim, warps)
 
 
 def test_the_first_position_sees_its_own_value_alone():
@@ -289,6 +334,7 @@ def test_q8_0_divides_by_the_scale_before_it_is_rounded():
     assert round(0.49998 / float(found[32:].view("<f2")[0])) == 64
 
 
+@pytest.mark.parametrize("warps", [1, 8])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("types", CACHE_PAIRS, ids="-".join)
 @settings(max_examples=10)
@@ -300,7 +346,7 @@ def test_q8_0_divides_by_the_scale_before_it_is_rounded():
     seed=st.integers(0, 2**32 - 1),
 )
 def test_one_span_attended_to_whole_has_the_bits_of_all_stages(
-    types: Pair, gated: bool, n_head_kv: int, group: int, lengths: list[int], nan: bool, seed: int
+    types: Pair, gated: bool, warps: int, n_head_kv: int, group: int, lengths: list[int], nan: bool, seed: int
 ):
     head_dim = WHOLE_HEAD_DIM
     made = Sequences(types, head_dim, n_head_kv, lengths, seed)
@@ -315,7 +361,7 @@ def test_one_span_attended_to_whole_has_the_bits_of_all_stages(
         y = poisoned((4 * n_head, head_dim))
         wanted = Bench().run(output_gate, 4 * n_head, **rows, y=y)["y"].reshape(wanted.shape)
     found = Bench().run(
-        attention_whole(*types, head_dim, gated=gated), (n_head, 4),
+        attention_whole(*types, head_dim, warps, gated=gated), (n_head, 4),
         q=q, k_cache=made.k_cache, v_cache=made.v_cache, pages=made.pages, sequence=sequence, position=position,
         q_gate=q_gate, y=poisoned((4, n_head, 1, head_dim)), scale=made.scale,
     )["y"]  # fmt: skip

@@ -81,10 +81,10 @@ def test_products_are_those_of_each_expert_alone(quantisation: GGMLQuantizationT
         x = rng.standard_normal((n_rows, n_parts, n_in)).astype(np.float32)
         y = poisoned((n_rows, n_used, n_out))
         kernel = experts.mul_mat_experts(quantisation)
-        y = run_all(kernel, (n_out, n_used, n_rows), *weights.values(), index, x, y)[-1]
+        flat = x.reshape(-1, n_in)
+        y = run_all(kernel, (n_out, n_used, n_rows), *weights.values(), index, flat, y)[-1]
         assert nmse(y, experts.mul_mat_experts_f64(x, dense, index)) < 1e-11
         all_rows = poisoned((n_rows * n_parts, n_expert * n_out))
-        flat = x.reshape(-1, n_in)
         run(mul_mat(quantisation, 1), (n_expert * n_out, len(flat)), *weights.values(), flat, all_rows)
         plain = all_rows.reshape(n_rows, n_parts, n_expert, n_out)
         for r in range(n_rows):
@@ -103,7 +103,8 @@ def test_rows_that_are_filled_up_with_zeros_are_products_of_what_they_have(n_in:
     index = np.array([[2, 0], [1, 2]], np.int32)
     x = rng.standard_normal((n_rows, n_used, n_in)).astype(np.float32)
     y = poisoned((n_rows, n_used, n_out))
-    y = run_all(experts.mul_mat_experts(F32), (n_out, n_used, n_rows), *weights.values(), index, x, y)[-1]
+    flat = x.reshape(-1, n_in)
+    y = run_all(experts.mul_mat_experts(F32), (n_out, n_used, n_rows), *weights.values(), index, flat, y)[-1]
     assert nmse(y, experts.mul_mat_experts_f64(x, dense, index)) < 1e-11
 
 
@@ -140,11 +141,11 @@ def test_the_stages_together_are_a_mixture_of_experts():
         raw = weights.reshape(-1).view(np.uint8)
         return bench.run(
             experts.mul_mat_experts(F32), (n_out, n_used, n_rows), **packed(F32, raw, n_expert * n_out, n_in),
-            index=index, x=rows, y=poisoned((n_rows, n_used, n_out)),
+            index=index, x=rows.reshape(-1, n_in), y=poisoned((n_rows, n_used, n_out)),
         )["y"]  # fmt: skip
 
     index, weight = routed(logits, n_used)
-    both = swiglu_f64(*(product(matrices[part], x[:, None], index) for part in ("gate", "up")))
+    both = swiglu_f64(*(product(matrices[part], x, index) for part in ("gate", "up")))
     parts = product(down, both.astype(np.float32), index)
     found = run_all(
         experts.combine_experts, (1, n_rows), parts, weight, shared, gate, poisoned((n_rows, n_embd))

@@ -1,7 +1,5 @@
 """The gated delta rule against its twin: head maps, segments, planes, splits."""
 
-import re
-
 import numpy as np
 import pytest
 from engines import Array, Bench, nmse, poisoned, same_bits
@@ -19,13 +17,18 @@ SOURCE_AND_TARGETS = st.tuples(st.integers(-1, 4), st.permutations(range(5)))
 
 
 def decoded(
-    qkv: Array, gates: Array, segments: list[list[int]], states: Array, every_order: bool = True
+    qkv: Array,
+    gates: Array,
+    segments: list[list[int]],
+    states: Array,
+    every_order: bool = True,
+    warps: int = 1,
 ) -> tuple[Array, Array]:
     """y and the states after it."""
     n_rows, _, n_head = gates.shape
     size = int(np.sqrt(states.shape[-1]))
     table = np.array(segments, np.int32)
-    kernel, grid = gated_delta(size), (size // columns_per_block(size), n_head, len(table))
+    kernel, grid = gated_delta(size, warps), (size // columns_per_block(size), n_head, len(table))
     arguments = [qkv, gates, table, states.copy(), poisoned((n_rows, n_head * size)), EPS]
     if every_order:
         arguments = run_all(kernel, grid, *arguments)
@@ -215,6 +218,28 @@ def test_other_state_sizes(size: int):
     assert nmse(states[0, 0], packed_state(after[-1])) < 1e-11
 
 
+@pytest.mark.parametrize("size", [*SIZES, 48])
+@settings(max_examples=10)
+@given(
+    counts=st.lists(st.integers(0, 5), min_size=1, max_size=3).filter(any),
+    planes=st.permutations(range(-1, 4)),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_four_warps_give_the_bits_of_one(size: int, counts: list[int], planes: list[int], seed: int):
+    rng = np.random.default_rng(seed)
+    qkv, gates = rows(rng, sum(counts), 2, 4, size)
+    states = rng.standard_normal((3, 4, 4, size * size)).astype(np.float32)
+    firsts = np.cumsum([0, *counts[:-1]]).tolist()
+    source, *targets = planes
+    segments = [
+        [first, n, slot, source, *targets[:3]]
+        for first, n, slot in zip(firsts, counts, rng.permutation(3).tolist(), strict=False)
+    ]
+    one, four = (decoded(qkv, gates, segments, states, warps=warps) for warps in (1, 4))
+    assert same_bits(four[0], one[0])
+    assert same_bits(four[1], one[1])
+
+
 @pytest.mark.parametrize("size", [0, 6, 260])
 def test_state_sizes_that_are_not_built_are_refused(size: int):
     with pytest.raises(AssertionError):
@@ -228,6 +253,9 @@ def test_a_packed_state_keeps_every_element():
         np.testing.assert_array_equal(packed[:, j // 32, :, j % 32], m[:, :, j])
 
 
-def test_ptx_shares_one_tile():
-    text = gated_delta(128).ptx((9, 0))
-    assert re.search(r"\.shared .*\[16384\]", text)
+@pytest.mark.parametrize("size", [64, 128])
+def test_four_warps_keep_the_matrix_in_registers(size: int):
+    text = gated_delta(size, 4).ptx((9, 0))
+    assert ".local" not in text
+    # One load of each of a thread's elements, which no loop holds back.
+    assert text.count("ld.global") >= size // 4

@@ -118,7 +118,7 @@ def test_query_norm_has_the_bits_of_the_norm_of_the_query(rows: int, n: int, see
     q = run_all(gates.query_norm, rows, q_gate, weight, poisoned((rows, n)), EPS)[-1]
     assert nmse(q, gates.query_norm_f64(q_gate, weight, EPS)) < 1e-11
     plain = poisoned((rows, n))
-    run(rms_norm, rows, q_gate[:, :n].copy(), weight, plain, EPS)
+    run(rms_norm(), rows, q_gate[:, :n].copy(), weight, plain, EPS)
     assert same_bits(q, plain)
 
 

@@ -28,7 +28,7 @@ class Draw:
 
 
 def normed(x: Array, weight: Array) -> Array:
-    return Bench().run(rms_norm, len(x), x=x, weight=weight, y=poisoned(x.shape), eps=EPS)["y"]
+    return Bench().run(rms_norm(), len(x), x=x, weight=weight, y=poisoned(x.shape), eps=EPS)["y"]
 
 
 @given(n_rows=st.integers(1, 5), n_wanted=st.integers(1, 6), n=st.integers(1, 100), seed=SEEDS)
@@ -38,7 +38,7 @@ def test_the_norm_of_chosen_rows(n_rows: int, n_wanted: int, n: int, seed: int):
     rows = draw.rng.integers(0, n_rows, n_wanted).astype(np.int32)
     y = poisoned((n_wanted, n))
     chosen = Bench().run(select_rows, n_wanted, x=x, rows=rows, y=y)["y"]
-    found = Bench().run(rms_norm_rows, n_wanted, x=x, rows=rows, weight=weight, y=y, eps=EPS)["y"]
+    found = Bench().run(rms_norm_rows(), n_wanted, x=x, rows=rows, weight=weight, y=y, eps=EPS)["y"]
     assert same_bits(found, normed(chosen, weight))
 
 
@@ -50,7 +50,7 @@ def test_norms_side_by_side(n_rows: int, n: int, m: int, seed: int):
     wanted = Bench().run(concat_rows, n_rows, a=normed(a, weight_a), b=normed(b, weight_b), y=y)["y"]
     weights = {"weight_a": weight_a, "weight_b": weight_b}
     assert same_bits(
-        Bench().run(rms_norm_concat, (2, n_rows), a=a, b=b, **weights, y=y, eps=EPS)["y"], wanted
+        Bench().run(rms_norm_concat(), (2, n_rows), a=a, b=b, **weights, y=y, eps=EPS)["y"], wanted
     )
 
 
@@ -78,9 +78,9 @@ def test_the_gates_beside_the_convolution(lengths: list[int], n_channels: int, n
         "gates": poisoned((n_rows, 2, n_head)),
     }  # fmt: skip
     blocks, more = -(-n_channels // 32), -(-n_head // 32)
-    wanted = Bench().run(short_conv(4), (blocks, n_segments), **conv)
+    wanted = Bench().run(short_conv(4), (blocks, n_segments, 1), **conv)
     wanted |= Bench().run(delta_gates, (more, n_rows), **gates)
-    found = Bench().run(short_conv_gates(4), (blocks + more, n_segments), **conv, **gates)
+    found = Bench().run(short_conv_gates(4), (blocks + more, n_segments, 1), **conv, **gates)
     assert found.keys() == wanted.keys()
     for name, array in wanted.items():
         assert same_bits(found[name], array), name
@@ -98,7 +98,7 @@ def test_the_gates_beside_the_convolution(lengths: list[int], n_channels: int, n
 def test_gate_and_up_of_experts(names, n_rows: int, n_used: int, n_ff: int, blocks: int, seed: int):
     draw = Draw(seed)
     n_expert, n_in = 4, 32 * blocks
-    x = draw(n_rows, 1, n_in)
+    x = draw(n_rows, n_in)
     index = draw.rng.integers(0, n_expert, (n_rows, n_used)).astype(np.int32)
     types = tuple(GGMLQuantizationType[name] for name in names)
     n_out = n_expert * n_ff

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from refengine.kernels.norm import rms_norm, rms_norm_f64
 
 
-def normalised(x: Array, weight: Array, eps: float) -> Array:
-    return Bench().run(rms_norm, len(x), x=x, weight=weight, y=poisoned(x.shape), eps=eps)["y"]
+def normalised(x: Array, weight: Array, eps: float, warps: int = 1) -> Array:
+    return Bench().run(rms_norm(warps), len(x), x=x, weight=weight, y=poisoned(x.shape), eps=eps)["y"]
 
 
 def random(rows: int, n: int, seed: int, scale: float = 1.0) -> tuple[Array, Array]:
@@ -39,6 +39,12 @@ def test_a_row_has_the_same_bits_alone(rows: int, n: int, seed: int):
     x, weight = random(rows, n, seed)
     together = normalised(x, weight, 1e-5)
     assert same_bits(normalised(x[-1:], weight, 1e-5), together[-1:])
+
+
+@given(rows=st.integers(1, 3), n=st.integers(1, 3000), seed=st.integers(0, 2**32 - 1))
+def test_warps_change_no_bit(rows: int, n: int, seed: int):
+    x, weight = random(rows, n, seed)
+    assert same_bits(normalised(x, weight, 1e-5, warps=8), normalised(x, weight, 1e-5))
 
 
 def test_a_row_of_zeros_stays_zero():

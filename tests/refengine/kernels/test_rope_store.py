@@ -22,7 +22,7 @@ CHOSEN = tuple((*pair, *rest) for pair, rest in zip(CACHE_PAIRS, ROPE_STORES, st
 
 def normed(x: Array, weight: Array) -> Array:
     rows = np.ascontiguousarray(x[..., : len(weight)]).reshape(-1, len(weight))
-    found = Bench().run(rms_norm, len(rows), x=rows, weight=weight, y=poisoned(rows.shape), eps=EPS)
+    found = Bench().run(rms_norm(), len(rows), x=rows, weight=weight, y=poisoned(rows.shape), eps=EPS)
     return found["y"].reshape(*x.shape[:2], len(weight))
 
 

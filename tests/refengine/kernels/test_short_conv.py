@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_runner import run_all
 
-from refengine.kernels.short_conv import short_conv, short_conv_f64
+from refengine.kernels.short_conv import ROWS, short_conv, short_conv_f64
 
 EMPTY = -1
 #: source plane, and planes to write in an order; those beyond the planes that there are stand for none
@@ -18,7 +18,7 @@ def convolved(x: Array, weight: Array, segments: list[list[int]], history: Array
     """y and the history after it."""
     n_channels, n_taps = weight.shape
     table = np.array(segments, np.int32)
-    grid = (-(-n_channels // 32), len(table))
+    grid = (-(-n_channels // 32), len(table), -(-len(x) // ROWS))
     out = run_all(short_conv(n_taps), grid, x, weight, table, history, poisoned(x.shape))
     return out[4], out[3]
 
@@ -31,7 +31,7 @@ def normal(rng: np.random.Generator, *shape: int) -> Array:
 @given(
     n_taps=st.sampled_from([2, 3, 4]),
     n_channels=st.integers(1, 100),
-    counts=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    counts=st.lists(st.integers(0, 9) | st.integers(ROWS - 2, 2 * ROWS + 4), min_size=1, max_size=3),
     n_planes=st.integers(1, 6),
     planes=st.lists(SOURCE_AND_TARGETS, min_size=3, max_size=3),
     n_kept=st.integers(1, 5),
