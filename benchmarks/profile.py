@@ -89,12 +89,12 @@ def main() -> None:
         replay = best(lambda: context.stream.replay(executable.captured), context.stream.synchronize)
         print(f"replay of the graph and wait: {replay * 1e6:.0f} us")
         decodes = []
-        for _ in range(ROUNDS * 4):
-            batch = Batch.of(tokens[: given.rows], context.length(0), 0, "last")
+        for _ in range(min(ROUNDS * 4, (2048 - context.length(0)) // given.rows)):
+            batch = Batch.of(tokens[: given.rows], context.length(0), 0, "last", n_best=1)
             started = time.perf_counter()
             context.require(context.decode(batch))
             decodes.append(time.perf_counter() - started)
-        print(f"decode: {min(decodes) * 1e6:.0f} us")
+        print(f"decode of the likeliest token: {min(decodes) * 1e6:.0f} us")
 
 
 if __name__ == "__main__":

@@ -107,6 +107,7 @@ class Buffer:
         if not self.live:
             self.refuse_dead("share_read_only()")
         self._read_only = True
+        self.heap.changes += 1
 
     def permits(self, owner: Owner, mode: Mode) -> bool:
         """Whether ``owner`` may access this buffer in ``mode`` now: its own, shared, or lent to it."""
@@ -211,6 +212,7 @@ class Buffer:
         self.freed = True
         self.free_stack = stack
         self.generation += 1
+        self.heap.changes += 1
         for lease in self._leases:
             lease.close_at(stack)
         self._leases.clear()

@@ -119,6 +119,8 @@ class Heap:
         self.ledger = Ledger()
         self.quarantine = Quarantine(quarantine_bytes)
         self.arenas: dict[int, Arena] = {}
+        #: buffers that were freed or shared since the start: what was found of any buffer may be otherwise now
+        self.changes = 0
         self.closed_at: Stack | None = None
         # Not re-entrant: what the garbage collector drops in the middle of a change must wait, see drain().
         self.lock = threading.Lock()

@@ -7,6 +7,7 @@ Inside ``deferred()`` the signal is only noted; it is acted on when the outermos
 
 from __future__ import annotations
 
+import importlib
 import signal
 import threading
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 _depth = 0
 _noted = False
 _usual: Any = None
+# What ``signal`` wraps: turning numbers into enums and back takes longer than all the rest of it.
+_raw: Any = importlib.import_module("_signal")
 
 
 def _note(_number: int, _frame: FrameType | None) -> None:
@@ -31,10 +34,10 @@ def enter() -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     if _depth == 0:
-        handler = signal.getsignal(signal.SIGINT)
+        handler = _raw.getsignal(signal.SIGINT)
         if callable(handler):
             _usual = handler
-            signal.signal(signal.SIGINT, _note)
+            _raw.signal(signal.SIGINT, _note)
     _depth += 1
 
 
@@ -47,7 +50,7 @@ def leave() -> None:
     if _depth == 0 and _usual is not None:
         handler, _usual = _usual, None
         came, _noted = _noted, False
-        signal.signal(signal.SIGINT, handler)
+        _raw.signal(signal.SIGINT, handler)
         if came:
             handler(signal.SIGINT, None)
 

@@ -29,6 +29,8 @@ class Batch:
     outputs: npt.NDArray[np.bool_]
     #: whether the hidden states of those rows are wanted too
     hidden: bool = False
+    #: candidates that are wanted of each output row, one of ``refengine.kernels.select.CANDIDATES``; 0: all its logits
+    n_best: int = 0
     #: for a draft context: where each row's hidden state comes from (``refengine.kernels.hidden.gather_hidden``)
     hidden_rows: Rows | None = None
     #: for a draft context: the sequence for which a row's own hidden state is kept, or -1
@@ -45,19 +47,27 @@ class Batch:
         return len(self.tokens)
 
     @classmethod
-    def of(cls, tokens: Any, start: int, sequence: int, outputs: str, *, hidden: bool = False) -> Batch:
+    def of(
+        cls, tokens: Any, start: int, sequence: int, outputs: str, *, hidden: bool = False, n_best: int = 0
+    ) -> Batch:
         """Consecutive tokens of one sequence from position ``start``; outputs ``"all"``, ``"last"`` or ``"none"``."""
         ids = np.asarray(tokens, np.int32)
         wanted = np.full(len(ids), outputs == "all")
         if outputs == "last":
             wanted[-1] = True
         position = np.arange(start, start + len(ids), dtype=np.int32)
-        return cls(ids, position, np.full(len(ids), sequence, np.int32), wanted, hidden)
+        return cls(ids, position, np.full(len(ids), sequence, np.int32), wanted, hidden, n_best)
 
     @classmethod
     def joined(cls, parts: Sequence[Batch]) -> Batch:
-        """One batch of several, in order; all of them have the optional rows, or none has."""
+        """One batch of several, in order; all of them have the optional rows, or none has.
+
+        Of output rows as much is wanted as of those of the part that wants the most.
+        """
         first = parts[0]
+        if len(parts) == 1:
+            return first
+        best = [part.n_best for part in parts if part.outputs.any()]
 
         def rows(name: str) -> Any:
             arrays = [getattr(part, name) for part in parts]
@@ -65,11 +75,13 @@ class Batch:
 
         return cls(
             rows("tokens"), rows("position"), rows("sequence"), rows("outputs"), first.hidden,
-            rows("hidden_rows"), rows("chain_rows"),
+            0 if 0 in best else max(best, default=0), rows("hidden_rows"), rows("chain_rows"),
         )  # fmt: skip
 
     def part(self, start: int, stop: int) -> Batch:
         """Rows from ``start`` to before ``stop``."""
+        if (start, stop) == (0, len(self)):
+            return self
         cut = slice(start, stop)
         return replace(
             self,
@@ -100,6 +112,8 @@ def micro_batches(batch: Batch, limits: MicroBatchLimits) -> list[tuple[int, int
 
     The last ``keep_tail`` rows of a sequence are never parted: so a draft block, which is no longer, is whole.
     """
+    if len(batch) <= limits.n_rows and np.count_nonzero(batch.outputs) <= limits.n_outputs:
+        return [(0, len(batch))]
     cuts = [0]
     rows = outputs = 0
     for first, end in _runs(batch.sequence):

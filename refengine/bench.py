@@ -1,8 +1,9 @@
 """How fast a model runs, timed as ``llama-bench`` does, beside what the memory could do at best.
 
 Two kinds of test, each from an empty cache and over random tokens: ``ppN`` decodes a prompt of N tokens in batches of
-``n_batch``, ``tgN`` decodes N tokens one by one. Nothing is sampled and no text is made in the timed part. One run
-warms up; it and each timed run must give the same bits, or what was timed is not the model.
+``n_batch``, ``tgN`` decodes N tokens one by one, of each of which the likeliest next one is asked for, as greedy
+generation does. No text is made in the timed part. One run warms up; it and each timed run must give the same bits, or
+what was timed is not the model.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from refengine.options import EngineOptions
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from refengine.outputs import Candidates
     from refengine.weights import Progress
 
 #: called with what is being done now
@@ -39,7 +41,7 @@ _SEED = 20_240_229
 
 
 class UnrepeatableError(Error):
-    """A run gave other logits than the first one over the same tokens."""
+    """A run gave other logits or candidates than the first one over the same tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +60,11 @@ class BenchTest:
         return f"{self.kind}{self.n}"
 
     def batches(self, n_vocab: int, n_batch: int) -> list[Batch]:
-        """What is decoded, one after the other; the logits of each batch's last row are wanted."""
+        """What is decoded, one after the other; of each batch's last row the logits are wanted, or the best one."""
         tokens = np.random.default_rng(_SEED).integers(0, n_vocab, self.n)
         step = n_batch if self.kind == "pp" else 1
-        return [Batch.of(tokens[i : i + step], i, 0, "last") for i in range(0, self.n, step)]
+        n_best = 0 if self.kind == "pp" else 1
+        return [Batch.of(tokens[i : i + step], i, 0, "last", n_best=n_best) for i in range(0, self.n, step)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,20 +190,20 @@ def run(
     ``close`` ends an engine, whatever happened to it; what was found is in its ``findings``. Raises what loading and
     decoding raise, and ``UnrepeatableError``.
     """
-    logits: dict[BenchTest, bytes] = {}
+    known: dict[BenchTest, bytes] = {}
     for level in plan.levels:
         engine = load(
             plan.model.path, override_kv=plan.override_kv, progress=progress, check=level, **plan.options
         )
         try:
-            with closing(_measure(engine, plan, level, logits, step)) as results:
+            with closing(_measure(engine, plan, level, known, step)) as results:
                 yield from results
         finally:
             close(engine)
 
 
 def _measure(
-    engine: Engine, plan: BenchPlan, level: str, logits: dict[BenchTest, bytes], step: Step
+    engine: Engine, plan: BenchPlan, level: str, known: dict[BenchTest, bytes], step: Step
 ) -> Generator[Result, None, None]:
     copy = None
     if any(test.kind == "tg" for test in plan.tests):
@@ -213,10 +216,10 @@ def _measure(
             doing = f"run {repetition} of {plan.repetitions}" if repetition else "warm-up"
             step(f"check {level}: {test.name}, {doing}")
             seconds, found = _timed(engine, batches)
-            if logits.setdefault(test, found) != found:
+            if known.setdefault(test, found) != found:
                 raise UnrepeatableError(
-                    f"{test.name} at check level {level}, {doing}: the last logits differ from those of the first run "
-                    "over the same tokens; the times mean nothing, and this is a bug"
+                    f"{test.name} at check level {level}, {doing}: logits differ from those of the first run over the "
+                    "same tokens; the times mean nothing, and this is a bug"
                 )
             if repetition:
                 samples.append(test.n / seconds)
@@ -226,13 +229,16 @@ def _measure(
 
 
 def _timed(engine: Engine, batches: list[Batch]) -> tuple[float, bytes]:
-    """Decode from an empty cache: seconds, and the last logits."""
+    """Decode from an empty cache: seconds, and the best of every batch if the device found them, or the last logits."""
+    best: list[Candidates] = []
     with engine.exclusive() as context:
         started = time.perf_counter()
         for batch in batches:
             context.require(context.decode(batch))
+            best += context.best or ()
         seconds = time.perf_counter() - started
-        return seconds, context.logits.tobytes()
+        found = b"".join(row.ids.tobytes() + row.logits.tobytes() for row in best)
+        return seconds, found + context.logits.tobytes()
 
 
 def _facts(gguf: GGUFFile, config: ModelConfig) -> ModelFacts:

@@ -15,13 +15,14 @@ from instrumentation import interrupts
 from instrumentation.errors import DeviceError, OutOfMemoryError
 from instrumentation.reservation import BufferRequest, ReservationError
 from refengine.batch import Batch, micro_batches
-from refengine.context_plan import ContextPlan, ContextSettings
+from refengine.context_plan import MAX_OUTPUTS, ContextPlan, ContextSettings
 from refengine.errors import AbortedError, ComputeError, ContextSizeError
 from refengine.executor import Executor, Operations
 from refengine.graph import BatchShape
 from refengine.kernels.rope import rope_tables
 from refengine.memory.kv_cache import KVCache
 from refengine.memory.recurrent_state import RecurrentState
+from refengine.outputs import candidates_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from instrumentation.allocator import Allocator
     from instrumentation.devices.base import Device, Event, Stream
     from instrumentation.view import View
+    from refengine.outputs import Candidates, Rows
     from refengine.weights import Weights
 
 __all__ = ["Context", "ContextPlan", "ContextSettings", "DecodeStatus"]
@@ -96,8 +98,12 @@ class Context:
             self.executor.reserve(self.executor.nbytes(self.settings.reserved_shapes))
             undo.callback(self.executor.release)
             self._undo = undo.pop_all()
-        #: logits of the last decode's wanted rows, float32 [n_outputs, n_vocab]
+        self._room = np.empty((0, self.config.n_vocab), np.float32)
+        #: logits of the last decode's wanted rows, float32 [n_outputs, n_vocab]; none when candidates were wanted.
+        #: The next decode may write others there
         self.logits: npt.NDArray[np.float32] = np.empty((0, self.config.n_vocab), np.float32)
+        #: candidates of the same rows; None when all logits were wanted, or the device is not one to look for them
+        self.best: list[Candidates] | None = None
         #: final-normed hidden states of the same rows, float32 [n_outputs, n_embd]; no rows unless asked for
         self.hidden: npt.NDArray[np.float32] = np.empty((0, self.config.n_embd), np.float32)
         #: what the last decode failed with
@@ -227,10 +233,15 @@ class Context:
 
     # --- decode
 
+    @property
+    def rows(self) -> Rows:
+        """What the last decode gave of its wanted rows: candidates if there are some, or else logits."""
+        return self.logits if self.best is None else self.best
+
     def decode(self, batch: Batch) -> DecodeStatus:
         """Compute a batch; positions of a sequence must follow what its cache holds.
 
-        On ``OK`` ``logits`` has a row for each wanted token, in batch order. On anything else every sequence is as it
+        On ``OK`` ``rows`` has one for each wanted token, in batch order. On anything else every sequence is as it
         was before the call, and ``error`` says why.
 
         An interrupt waits until the current micro-batch is done or its kernels' launches are undone; then the status
@@ -250,9 +261,9 @@ class Context:
 
     def _decode(self, batch: Batch) -> DecodeStatus:
         self.error = None
-        if not self._is_valid(batch):
+        counts = self._counted(batch)
+        if counts is None:
             return DecodeStatus.INVALID_BATCH
-        counts = Counter(batch.sequence.tolist())
         if not self.cache.fits(counts):
             log.debug("failed to find free space in the KV cache", owner=str(self.owner), n_tokens=len(batch))
             return DecodeStatus.NO_KV_SLOT
@@ -298,50 +309,70 @@ class Context:
                     self.cache.join_tail(s, old)
         return DecodeStatus.OK
 
-    def _is_valid(self, batch: Batch) -> bool:
-        if not 1 <= len(batch) <= self.settings.n_batch:
-            return False
-        if batch.tokens.min() < 0 or batch.tokens.max() >= self.config.n_vocab:
-            return False
-        if batch.sequence.min() < 0 or batch.sequence.max() >= self.settings.n_sequences:
-            return False
-        for s in np.unique(batch.sequence):
-            position = batch.position[batch.sequence == s]
-            start = self.length(int(s))
-            follows = np.array_equal(position, np.arange(start, start + len(position)))
-            if not follows or start + len(position) > self.settings.n_ctx:
-                return False
-        if self.states is not None:
-            n_runs = 1 + int(np.count_nonzero(np.diff(batch.sequence)))
-            return n_runs == len(np.unique(batch.sequence))
-        return True
+    def _counted(self, batch: Batch) -> dict[int, int] | None:
+        """Rows of each sequence; None for a batch that cannot be computed."""
+        settings, n_vocab = self.settings, self.config.n_vocab
+        if not 1 <= len(batch) <= settings.n_batch:
+            return None
+        counts: dict[int, int] = {}
+        last = -1
+        # Most batches have a few rows, for which NumPy is slower than this.
+        for token, position, s in zip(
+            batch.tokens.tolist(), batch.position.tolist(), batch.sequence.tolist(), strict=True
+        ):
+            if not (0 <= s < settings.n_sequences and 0 <= token < n_vocab):
+                return None
+            n = counts.get(s, 0)
+            if position != self.length(s) + n or position >= settings.n_ctx:
+                return None
+            if n and s != last and self.states is not None:
+                return None
+            counts[s] = n + 1
+            last = s
+        return counts
 
     def _run_all(self, batch: Batch) -> DecodeStatus:
-        n_outputs = int(batch.outputs.sum())
-        self.logits = np.empty((n_outputs, self.config.n_vocab), np.float32)
+        n_outputs = int(np.count_nonzero(batch.outputs))
+        n_best = batch.n_best if self.settings.chooses and n_outputs else 0
+        best = np.empty((n_outputs if n_best else 0, 2 * n_best + 1), np.int32)
+        self.best = None
+        self.logits = self._room_for_logits(0 if n_best else n_outputs)
         self.hidden = np.empty((n_outputs if batch.hidden else 0, self.config.n_embd), np.float32)
         filled = 0
         for start, stop in micro_batches(batch, self.settings.limits):
             if start and interrupts.pending():
                 return DecodeStatus.ABORTED
             part = batch.part(start, stop)
-            n_rows = int(part.outputs.sum())
+            n_rows = int(np.count_nonzero(part.outputs))
             outputs: dict[str, npt.NDArray[Any]] = {}
             if n_rows:
-                outputs["result_output"] = self.logits[filled : filled + n_rows]
+                name, wanted = ("result_best", best) if n_best else ("result_output", self.logits)
+                outputs[name] = wanted[filled : filled + n_rows]
                 if batch.hidden:
                     outputs["result_norm"] = self.hidden[filled : filled + n_rows]
-            status = self._run(part, start, outputs)
+            status = self._run(part, start, outputs, n_best if n_rows else 0)
             if status != DecodeStatus.OK:
                 return status
             filled += n_rows
+        if n_best:
+            self.best = candidates_of(best, self.config.n_vocab)
         return DecodeStatus.OK
 
-    def _run(self, part: Batch, start: int, outputs: dict[str, npt.NDArray[Any]]) -> DecodeStatus:
+    def _room_for_logits(self, n_rows: int) -> npt.NDArray[np.float32]:
+        """Float32 [n_rows, n_vocab]; for a few rows the same memory each time, whose pages are there already."""
+        if n_rows > MAX_OUTPUTS:
+            return np.empty((n_rows, self.config.n_vocab), np.float32)
+        if n_rows > len(self._room):
+            self._room = np.empty((n_rows, self.config.n_vocab), np.float32)
+        return self._room[:n_rows]
+
+    def _run(
+        self, part: Batch, start: int, outputs: dict[str, npt.NDArray[Any]], n_best: int
+    ) -> DecodeStatus:
         """Run the micro-batch that begins at row ``start`` of its batch."""
-        rows = np.flatnonzero(part.outputs).astype(np.int32)
+        rows = part.outputs.nonzero()[0]
         n_spans = self.settings.n_spans(int(part.position.max()) + 1)
-        executable = self.executor.prepare(BatchShape(len(part), len(rows), n_spans))
+        executable = self.executor.prepare(BatchShape(len(part), len(rows), n_spans, n_best))
         if isinstance(executable, ReservationError):
             return self._failed(DecodeStatus.ALLOC_FAILED, "failed to reserve graph", executable)
         inputs = self._inputs(part, start)

@@ -14,6 +14,7 @@ from refengine.fusion import fused
 from refengine.graph import BatchShape, ContextShape
 from refengine.kernels.attention import SPAN
 from refengine.kernels.kv_types import PAGE
+from refengine.kernels.select import CANDIDATES
 from refengine.memory.kv_cache import CacheShape
 from refengine.memory.recurrent_state import RecurrentShape
 from refengine.planner import plan
@@ -53,6 +54,8 @@ class ContextSettings:
     fuse: bool = True
     #: join them also where that takes more arithmetic or longer to compile, which pays on a GPU
     fewest_launches: bool = False
+    #: find the candidates that a batch asks for on the device; without, it is given all logits
+    chooses: bool = False
 
     def __post_init__(self) -> None:
         assert min(self.n_ctx, self.n_batch, self.n_ubatch, self.n_sequences) >= 1, self
@@ -68,7 +71,7 @@ class ContextSettings:
         """Rows of hidden states that are kept for a draft context: as many as a batch can have."""
         return min(self.n_batch, self.n_pages * PAGE) if self.hands_over else 0
 
-    @property
+    @cached_property
     def limits(self) -> MicroBatchLimits:
         """What one pass takes."""
         keep_tail = min(self.n_rs_seq + 1, self.n_ubatch, MAX_OUTPUTS)
@@ -76,9 +79,14 @@ class ContextSettings:
 
     @property
     def worst_shapes(self) -> list[BatchShape]:
-        """Batch shapes that need the most memory: one, since a plan grows with each extent of its shape."""
+        """Batch shapes that need the most memory.
+
+        A plan grows with each extent of its shape, so there is one for each thing that can be wanted of its rows.
+        """
         n_tokens = min(self.n_ubatch, self.n_batch, self.n_pages * PAGE, self.n_ctx * self.n_sequences)
-        return [BatchShape(n_tokens, min(n_tokens, MAX_OUTPUTS), self.n_spans(self.n_ctx))]
+        n_outputs, n_spans = min(n_tokens, MAX_OUTPUTS), self.n_spans(self.n_ctx)
+        wanted = (0, *CANDIDATES) if self.chooses else (0,)
+        return [BatchShape(n_tokens, n_outputs, n_spans, n_best) for n_best in wanted]
 
     @property
     def reserved_shapes(self) -> list[BatchShape]:

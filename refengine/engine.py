@@ -89,8 +89,8 @@ class Engine:
         self.config = ModelConfig.from_gguf(gguf)
         check_tensors(gguf, self.config)
         self.device = open_device(options.device, threads=options.threads)
-        fewest = self.device.wide_loads
-        plans = options.context_plans(self.config, fewest_launches=fewest)
+        fewest, chooses = self.device.wide_loads, self.device.behind_bus
+        plans = options.context_plans(self.config, fewest_launches=fewest, chooses=chooses)
         self.settings = plans[0].settings
         self.tokenizer = Tokenizer.from_metadata(gguf.metadata)
         if self.tokenizer.n_vocab > self.config.n_vocab:
@@ -101,7 +101,7 @@ class Engine:
         template = gguf.metadata.get("tokenizer.chat_template")
         self.chat_template = template if isinstance(template, str) else None
         self._log = FindingLog(on_finding)
-        check_limit(gguf, options, fewest_launches=fewest)
+        check_limit(gguf, options, fewest_launches=fewest, chooses=chooses)
         with ExitStack() as undo:
             self.allocator = Allocator(
                 self.device,

@@ -72,16 +72,37 @@ class Operations:
 
 
 class Executable:
-    """A graph in memory: a layout of the compute arena, views of its tensors, and its captured launches."""
+    """A graph in memory: a layout of the compute arena, views of its tensors, and its captured launches.
+
+    Inputs are one buffer of the layout, and ``host_inputs`` is what is copied there: one array with a part for each.
+    """
 
     def __init__(self, graph: Graph, overlay: Overlay, layout: Plan) -> None:
         self.graph = graph
         self.overlay = overlay
         self.views: dict[str, View] = {
-            spec.name: overlay.buffers[layout.place[spec.name]].view(spec.dtype, spec.shape, name=spec.name)
+            spec.name: overlay.buffers[layout.place[spec.name]].view(
+                spec.dtype, spec.shape, offset=layout.inputs.get(spec.name, 0), name=spec.name
+            )
             for spec in graph.tensors.values()
         }
         self.captured: CapturedGraph | None = None
+        buffer = overlay.buffers[layout.place[next(iter(layout.inputs))]]
+        self.inputs: View = buffer.view(np.uint8, buffer.nbytes)
+        self.host_inputs: npt.NDArray[np.uint8] = np.zeros(buffer.nbytes, np.uint8)
+        self._parts: dict[str, npt.NDArray[Any]] = {}
+        for name, offset in layout.inputs.items():
+            spec = graph.tensors[name]
+            part = self.host_inputs[offset : offset + spec.nbytes]
+            self._parts[name] = part.view(spec.dtype).reshape(spec.shape)
+
+    def fill(self, inputs: Arrays) -> None:
+        """Put every input of the graph, in its shape, into ``host_inputs``, of which no copy may be under way."""
+        assert inputs.keys() == self._parts.keys(), (list(inputs), list(self._parts))
+        for name, part in self._parts.items():
+            array = inputs[name]
+            assert array.shape == part.shape, (name, array.shape, part.shape)
+            part[...] = array
 
     def release(self) -> None:
         """Give up the captured launches, then the layout."""
@@ -123,9 +144,10 @@ class Executor:
         """The executable of a shape; the failure when its layout could not be reserved."""
         # What an interrupted run left in the queue must not run when another layout is active.
         self.stream.synchronize()
-        if shape in self._executables:
+        known = self._executables.get(shape)
+        if known is not None:
             self._executables.move_to_end(shape)
-            return self._executables[shape]
+            return known
         while len(self._executables) >= MAX_EXECUTABLES:
             self._executables.popitem(last=False)[1].release()
         graph = self.build(shape)
@@ -133,7 +155,7 @@ class Executor:
         failure = self._make_room(layout)
         if failure is not None:
             return failure
-        name = f"compute {shape.n_tokens}x{shape.n_outputs}x{shape.n_spans}"
+        name = f"compute {shape}"
         reservation = self.arena.reserve_overlay(layout.requests, owner=self.owner, name=name)
         if reservation.error is not None:
             return reservation.error
@@ -157,11 +179,14 @@ class Executor:
         return None
 
     def run(self, executable: Executable, inputs: Arrays, outputs: Arrays) -> None:
-        """Copy ``inputs`` in, run the graph, copy ``outputs`` out; returns when they are there."""
+        """Copy ``inputs`` in, run the graph, copy ``outputs`` out; returns when they are there.
+
+        ``inputs``: an array of its shape for each input of the graph. ``outputs``: C-contiguous, for those wanted.
+        """
         executable.overlay.activate()
         try:
-            for name, array in inputs.items():
-                self.stream.copy_in(executable.views[name], np.ascontiguousarray(array))
+            executable.fill(inputs)
+            self.stream.copy_in(executable.inputs, executable.host_inputs)
             self._queue_launches(executable)
             for name, array in outputs.items():
                 self.stream.copy_out(array, executable.views[name])
@@ -180,11 +205,10 @@ class Executor:
             self._launch_all(executable)
 
     def _captured(self, executable: Executable) -> CapturedGraph:
-        shape = executable.graph.shape
         self.stream.begin_capture()
         try:
             self._launch_all(executable)
-            return self.stream.end_capture(f"{self.owner} {shape.n_tokens}x{shape.n_outputs}x{shape.n_spans}")
+            return self.stream.end_capture(f"{self.owner} {executable.graph.shape}")
         finally:
             self.stream.abandon_capture()
 

@@ -24,16 +24,26 @@ Setting = int | float | str
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """What a graph's shapes depend on: rows computed, rows whose logits are wanted, spans of cached positions."""
+    """What a graph's shapes depend on: rows computed, rows whose logits are wanted, spans of cached positions.
+
+    And what is wanted of those rows.
+    """
 
     n_tokens: int
     n_outputs: int
     #: spans of ``refengine.kernels.attention.SPAN`` positions that attention covers
     n_spans: int
+    #: candidates of each wanted row, one of ``refengine.kernels.select.CANDIDATES``; 0: all its logits
+    n_best: int = 0
 
     def __post_init__(self) -> None:
         assert min(self.n_tokens, self.n_spans) >= 1, self
         assert 0 <= self.n_outputs <= self.n_tokens, self
+        assert self.n_best == 0 or (self.n_best > 0 and self.n_outputs), self
+
+    def __str__(self) -> str:
+        best = f" best {self.n_best}" if self.n_best else ""
+        return f"{self.n_tokens}x{self.n_outputs}x{self.n_spans}{best}"
 
 
 @dataclass(frozen=True, slots=True)

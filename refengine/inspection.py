@@ -174,14 +174,16 @@ class MemoryPlan:
         return sum(arena.at(level) for arena in self.arenas)
 
 
-def memory_plan(gguf: GGUFFile, options: EngineOptions, *, fewest_launches: bool = False) -> MemoryPlan:
+def memory_plan(
+    gguf: GGUFFile, options: EngineOptions, *, fewest_launches: bool = False, chooses: bool = False
+) -> MemoryPlan:
     """What ``refengine.load`` of this file reserves with these options. Reads no weight, reserves nothing.
 
     Raises ``ModelFileError``, ``UnsupportedModelError`` and ``BadInputError`` as loading would.
     """
     config = ModelConfig.from_gguf(gguf)
     check_tensors(gguf, config)
-    plans = options.context_plans(config, fewest_launches=fewest_launches)
+    plans = options.context_plans(config, fewest_launches=fewest_launches, chooses=chooses)
     drafts = len(plans) > 1
     model = Owner("model")
     arenas = [_arena(model, "weights", [WeightPlan(gguf, config, model, draft=drafts).requests])]
@@ -191,13 +193,15 @@ def memory_plan(gguf: GGUFFile, options: EngineOptions, *, fewest_launches: bool
     return MemoryPlan(plans[0].settings, tuple(arenas), not_loaded)
 
 
-def check_limit(gguf: GGUFFile, options: EngineOptions, *, fewest_launches: bool = False) -> None:
+def check_limit(
+    gguf: GGUFFile, options: EngineOptions, *, fewest_launches: bool = False, chooses: bool = False
+) -> None:
     """Raise ``OutOfMemoryError`` when a memory limit is too small to load the model, before anything is reserved."""
     limit = options.device_memory_limit
     if limit is None:
         return
     level = Level.parse(options.check)
-    needed = memory_plan(gguf, options, fewest_launches=fewest_launches)
+    needed = memory_plan(gguf, options, fewest_launches=fewest_launches, chooses=chooses)
     if needed.total(level) > limit:
         largest = max(needed.arenas, key=lambda arena: arena.at(level))
         raise OutOfMemoryError(

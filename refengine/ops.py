@@ -17,6 +17,7 @@ from refengine.kernels.products import mul_mat_add, mul_mat_swiglu, mul_mats
 from refengine.kernels.quants.layout import LANES
 from refengine.kernels.rope import Pairing, rope
 from refengine.kernels.rope_store import rope_store
+from refengine.kernels.select import best_of_chunks, best_of_rows
 from refengine.kernels.short_conv import ROWS, short_conv, short_conv_gates
 
 if TYPE_CHECKING:
@@ -319,6 +320,16 @@ def _row_parts(view: View, row: int) -> View:
     return view.reshape((view.size // row, row))
 
 
+def _best_of_chunks(o: Operands) -> Call:
+    n_rows, n_lists, k = o.tensors["keys"].shape
+    return Call(best_of_chunks(k), (n_lists, n_rows), dict(o.tensors))
+
+
+def _best_of_rows(o: Operands) -> Call:
+    n_rows, _, k = o.tensors["keys"].shape
+    return Call(best_of_rows(k), n_rows, dict(o.tensors))
+
+
 def _short_conv(o: Operands) -> Call:
     assert o.recurrent is not None
     weight, segments = o.vectors["weight"], o.tensors["segments"]
@@ -442,6 +453,8 @@ OPS: dict[str, Callable[[Operands], Call]] = {
     "attention": _attention,
     "attention_merge": _attention_merge,
     "attention_whole": _attention_whole,
+    "best_of_chunks": _best_of_chunks,
+    "best_of_rows": _best_of_rows,
     "combine_experts": _combine_experts,
     "combine_experts_add": _combine_experts_add,
     "concat_rows": _concat_rows,

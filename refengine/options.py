@@ -150,12 +150,15 @@ class EngineOptions:
             worst_case_reserve=self.worst_case_reserve,
         )
 
-    def context_plans(self, config: ModelConfig, *, fewest_launches: bool = False) -> list[ContextPlan]:
+    def context_plans(
+        self, config: ModelConfig, *, fewest_launches: bool = False, chooses: bool = False
+    ) -> list[ContextPlan]:
         """The target context, and the draft context if there is one. Raises ``UnsupportedModelError``.
 
-        ``fewest_launches``: for a device on which a launch costs more than arithmetic.
+        ``fewest_launches``: for a device on which a launch costs more than arithmetic. ``chooses``: for one that is
+        behind a bus.
         """
-        target = replace(self.context_settings(config), fewest_launches=fewest_launches)
+        target = replace(self.context_settings(config), fewest_launches=fewest_launches, chooses=chooses)
         plans = [ContextPlan(config, target)]
         if self.spec_type == "none":
             return plans

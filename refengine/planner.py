@@ -3,6 +3,8 @@
 A buffer is used again only by tensors of exactly its size, so that each tensor ends where its buffer ends and the
 guard bytes behind it are the tensor's own. Tensors that count different rows never share one, although their sizes
 may be equal by chance: so what is shared does not depend on the batch shape, and a plan grows with each extent of it.
+
+Inputs lie one behind the other in a buffer of their own, ``compute.inputs``, so that one copy fills them all.
 """
 
 from __future__ import annotations
@@ -14,10 +16,14 @@ from typing import TYPE_CHECKING
 from instrumentation.reservation import BufferRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from instrumentation.ownership import Owner
     from refengine.graph import Graph, Node, Rows, TensorSpec
+
+
+#: inputs start at multiples of this many bytes of their buffer
+INPUT_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,13 @@ class Plan:
 
     requests: tuple[BufferRequest, ...]
     place: Mapping[str, int]
+    #: first byte of each input in the buffer of all inputs, which holds nothing else; other tensors have their buffer
+    #: to themselves while they live
+    inputs: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        assert len({self.place[name] for name in self.inputs}) <= 1, self
+        assert all(offset % INPUT_ALIGNMENT == 0 for offset in self.inputs.values()), self
 
     @property
     def nbytes(self) -> int:
@@ -48,9 +61,11 @@ def plan(graph: Graph, owner: Owner) -> Plan:
             place[spec.name] = len(requests)
             requests.append(BufferRequest(nbytes=spec.nbytes, owner=owner, name=f"compute.{spec.name}"))
 
-    for spec in graph.tensors.values():
-        if spec.kind == "input":
-            put(spec)
+    inputs = [spec for spec in graph.tensors.values() if spec.kind == "input"]
+    offsets, nbytes = _packed(inputs)
+    if inputs:
+        place.update(dict.fromkeys(offsets, len(requests)))
+        requests.append(BufferRequest(nbytes=nbytes, owner=owner, name="compute.inputs"))
     for i, node in enumerate(graph.nodes):
         for name in node.results:
             put(graph.tensors[name])
@@ -59,7 +74,17 @@ def plan(graph: Graph, owner: Owner) -> Plan:
             spec = graph.tensors[name]
             if last_use[name] == i and spec.kind == "compute":
                 free[spec.rows, spec.nbytes].append(place[name])
-    return Plan(tuple(requests), place)
+    return Plan(tuple(requests), place, offsets)
+
+
+def _packed(inputs: Iterable[TensorSpec]) -> tuple[dict[str, int], int]:
+    """Offset of each input, and the bytes of all: the last one ends where the buffer ends."""
+    offsets: dict[str, int] = {}
+    end = 0
+    for spec in inputs:
+        offsets[spec.name] = -(-end // INPUT_ALIGNMENT) * INPUT_ALIGNMENT
+        end = offsets[spec.name] + spec.nbytes
+    return offsets, end
 
 
 def _named_by(node: Node) -> dict[str, None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
@@ -13,10 +13,12 @@ import numpy.typing as npt
 
 from refengine.errors import ContextSizeError, RequestError
 from refengine.generation import DraftStatistics, FinishReason, Generation, Timings
+from refengine.outputs import Candidates, at_least
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from refengine.outputs import Row
     from refengine.sampling import Sampler
     from refengine.tokenizer import Tokenizer
 
@@ -67,6 +69,8 @@ class Request:
         #: place in the order of arrival, for good: the smallest is served first and never preempted
         self.number = number
         self.ask = ask
+        #: candidates that it wants of a row, as ``Batch.n_best``
+        self.n_best = _n_best(ask, len(tokenizer.eos_ids))
         self.status: Status = "queued"
         self.error: Exception | None = None
         #: prompt, and what has been generated
@@ -80,11 +84,11 @@ class Request:
         self._pieces: deque[str] = deque()
         self._text: list[str] = []
         self._reason: FinishReason = "cancelled"
-        self._timings = Timings()
         #: prompt tokens that were decoded for it
         self._read = len(ask.prompt)
         self._started: float | None = None
         self._first_token: float | None = None
+        self._last_token: float | None = None
 
     # --- for who asked
 
@@ -144,7 +148,7 @@ class Request:
             empty = np.empty((0, 0), np.float32)
             logits = np.stack(self._logits) if self._logits else empty
         return Generation(
-            self.text, self.tokens, list(self.ask.prompt), self._reason, self.ask.sampler.seed, self._timings,
+            self.text, self.tokens, list(self.ask.prompt), self._reason, self.ask.sampler.seed, self._timings(),
             logits, self.draft, self.preemptions,
         )  # fmt: skip
 
@@ -162,19 +166,22 @@ class Request:
         self.status = "queued"
         self.preemptions += 1
 
-    def take(self, row: npt.NDArray[np.float32]) -> int:
-        """Choose the token behind ``history`` from its logits, float32 [n_vocab]; the last one ends the request.
+    def take(self, row: Row) -> int:
+        """Choose the token behind ``history`` from its logits, float32 [n_vocab], or at least ``n_best`` candidates.
+
+        The last one ends the request.
 
         Raises ``ComputeError`` for logits that are not finite.
         """
         ask, position = self.ask, len(self.history)
-        choices = row
-        if ask.ignore_eos:
-            choices = row.copy()
-            choices[sorted(self._eos_ids)] = NEVER
-        token = ask.sampler.sample(choices, position, self.history)
-        if ask.return_logits:
-            self._logits.append(row.copy())
+        if isinstance(row, Candidates):
+            assert not ask.return_logits, "all logits were asked for"
+            best = row.with_logit(self._eos_ids, NEVER) if ask.ignore_eos else row
+            token = ask.sampler.choose(best, position)
+        else:
+            token = ask.sampler.sample(self._choices(row), position, self.history)
+            if ask.return_logits:
+                self._logits.append(row.copy())
         self.history.append(token)
         self._book_time()
         reason = self._reason_to_end(token, position)
@@ -188,6 +195,15 @@ class Request:
             else:
                 self.status = "done"
         return token
+
+    def _choices(self, row: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        ids = list(self._eos_ids)
+        # What is not finite must stay, for the sampler to refuse.
+        if not self.ask.ignore_eos or not np.isfinite(row[ids]).all():
+            return row
+        choices = row.copy()
+        choices[ids] = NEVER
+        return choices
 
     def fail(self, error: Exception) -> None:
         """End it with an error."""
@@ -211,17 +227,24 @@ class Request:
             self._text.append(piece)
 
     def _book_time(self) -> None:
-        now = time.perf_counter()
-        assert self._started is not None, "a request that never began"
+        self._last_token = time.perf_counter()
         if self._first_token is None:
-            self._first_token = now
-            self._timings = Timings(self._read, now - self._started)
-            return
-        self._timings = replace(
-            self._timings,
-            predicted_tokens=len(self.history) - len(self.ask.prompt) - 1,
-            predicted_seconds=now - self._first_token,
+            self._first_token = self._last_token
+
+    def _timings(self) -> Timings:
+        if self._first_token is None or self._last_token is None:
+            return Timings()
+        assert self._started is not None, "a request that never began"
+        n_predicted = len(self.history) - len(self.ask.prompt) - 1
+        return Timings(
+            self._read, self._first_token - self._started, n_predicted, self._last_token - self._first_token
         )
+
+
+def _n_best(ask: Ask, n_eos: int) -> int:
+    """Candidates to ask for; without end tokens as many more are needed as there are such tokens. 0: all logits."""
+    n = 0 if ask.return_logits else ask.sampler.n_candidates()
+    return at_least(n + (n_eos if ask.ignore_eos else 0)) if n else 0
 
 
 def _seconds(timeout: float) -> float:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from refengine.outputs import Candidates
+
 RANDOM_SEED: Final = -1
 
 
@@ -101,7 +103,28 @@ class Sampler:
         if self.params.greedy:
             _check_row(logits, position)
             return int(np.argmax(self._penalised(logits, history)))
-        ids, probs = self.candidates(logits, history, position=position)
+        return self._drawn(*self.candidates(logits, history, position=position), position)
+
+    def n_candidates(self) -> int:
+        """How many of the likeliest tokens ``choose`` needs; 0: all, so it is ``sample`` that chooses."""
+        if self.params.penalises:
+            return 0
+        return 1 if self.params.greedy else max(0, self.params.top_k)
+
+    def choose(self, best: Candidates, position: int) -> int:
+        """As ``sample`` from the whole row, from ``n_candidates`` or more of its likeliest tokens, or all.
+
+        Raises ``ComputeError`` if a logit of the row is NaN or infinite.
+        """
+        best.require_finite(position)
+        n = self.n_candidates()
+        assert 1 <= n <= len(best.ids) or len(best.ids) == best.n_vocab, (n, len(best.ids))
+        if self.params.greedy:
+            return int(best.ids[0])
+        ids = best.ids[:n].astype(np.int64)
+        return self._drawn(*self._truncated(ids, best.logits[:n]), position)
+
+    def _drawn(self, ids: NDArray[np.int64], probs: NDArray[np.float64], position: int) -> int:
         cumulative = np.cumsum(probs)
         drawn = np.searchsorted(cumulative, self.uniform(position) * cumulative[-1], side="right")
         return int(ids[min(int(drawn), len(ids) - 1)])
@@ -119,7 +142,14 @@ class Sampler:
         if params.greedy:
             return np.array([np.argmax(logits)], np.int64), np.ones(1)
         ids = _top_k(logits, params.top_k)
-        kept = logits[ids].astype(np.float64)
+        return self._truncated(ids, logits[ids])
+
+    def _truncated(
+        self, ids: NDArray[np.int64], logits: NDArray[np.float32]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """What is left of the likeliest tokens, and their probabilities."""
+        params = self.params
+        kept = logits.astype(np.float64)
         for step, p in ((_typical, params.typical_p), (_top_p, params.top_p), (_min_p, params.min_p)):
             keep = step(kept, p)
             ids, kept = ids[keep], kept[keep]

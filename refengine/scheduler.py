@@ -28,10 +28,8 @@ from refengine.slots import Block, Slot, Statistics
 from refengine.speculative import START, Feed
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from refengine.context import Context
+    from refengine.outputs import Rows
     from refengine.request import Request
     from refengine.speculative import Drafter
 
@@ -204,7 +202,7 @@ class Scheduler:
     def _most_drafts(self, block: Block) -> int:
         """Drafts that could still be used: behind a token that was generated, within what is asked and the context."""
         request = block.request
-        generated = len(request.tokens)
+        generated = len(request.history) - len(request.ask.prompt)
         if not generated or block.n_known != 1 or not block.reaches_end:
             return 0
         left = self.n_draft
@@ -294,10 +292,10 @@ class Scheduler:
                 self._decode([block])
             return
         if status == DecodeStatus.OK:
-            self._settle(blocks, self.context.logits)
+            self._settle(blocks, self.context.rows)
 
-    def _settle(self, blocks: list[Block], logits: npt.NDArray[np.float32]) -> None:
-        """Choose tokens from a batch's logits, cut off what was not said, feed the drafter."""
+    def _settle(self, blocks: list[Block], rows: Rows) -> None:
+        """Choose tokens from a batch's output rows, cut off what was not said, feed the drafter."""
         feeds = []
         row = output = 0
         for block in blocks:
@@ -307,7 +305,7 @@ class Scheduler:
             slot.used = self.statistics.steps
             slot.held += tokens
             try:
-                n_kept = self._choose(block, logits[output : output + n_outputs])
+                n_kept = self._choose(block, rows[output : output + n_outputs])
             except Error as error:
                 self._fail(slot, error)
             else:
@@ -317,12 +315,12 @@ class Scheduler:
         if self.drafter is not None and feeds:
             self.drafter.feed(feeds)
 
-    def _choose(self, block: Block, logits: npt.NDArray[np.float32]) -> int:
+    def _choose(self, block: Block, rows: Rows) -> int:
         """Take tokens while drafts are what the target says; returns how many rows of the block stay."""
         request, drafts = block.request, block.drafts
         before = request.draft
         accepted = 0
-        for i, row in enumerate(logits):
+        for i, row in enumerate(rows):
             if drafts:
                 # Counted before the token that may end the request: who waits in another thread sees the end at once.
                 request.draft = before + DraftStatistics(1, len(drafts), accepted)
@@ -350,6 +348,8 @@ class Scheduler:
             del slot.held[keep:]
         if request.error is not None:
             self._forget(slot)
+            return []
+        if self.drafter is None:
             return []
         # Row i of the batch gives the drafter's row of the next position; behind an ended request only what is held.
         stop = min(len(slot.held) + (not request.ended), len(request.history), request.ask.n_ctx)

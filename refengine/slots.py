@@ -59,14 +59,16 @@ class Block:
         return self.slot.pending[: self.n_known] + self.drafts
 
     def batch(self) -> Batch:
-        """Rows to decode; logits from the last known token on."""
+        """Rows to decode; what its request wants of them from the last known token on."""
         ids = np.array(self.tokens, np.int32)
         outputs = np.zeros(len(ids), np.bool_)
         if self.reaches_end:
             outputs[self.n_known - 1 :] = True
         start = len(self.slot.held)
         position = np.arange(start, start + len(ids), dtype=np.int32)
-        return Batch(ids, position, np.full(len(ids), self.slot.number, np.int32), outputs)
+        return Batch(
+            ids, position, np.full(len(ids), self.slot.number, np.int32), outputs, n_best=self.request.n_best
+        )
 
 
 @dataclass

@@ -9,6 +9,7 @@ without drafts until it is computed anew.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -19,11 +20,13 @@ import structlog
 from instrumentation.errors import DeviceError, OutOfMemoryError
 from refengine.batch import Batch
 from refengine.context import DecodeStatus
+from refengine.outputs import Candidates, at_least
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from refengine.context import Context
+    from refengine.outputs import Row
 
 log = structlog.get_logger()
 #: hidden row of a sequence's first token: zeros
@@ -94,12 +97,22 @@ class Guess(NamedTuple):
     probability: float
 
     @classmethod
-    def of(cls, logits: npt.NDArray[np.float32]) -> Guess:
-        """From a row of logits, float32 [n_vocab]; of equals the lowest id."""
-        token = int(np.argmax(logits))
-        best = np.partition(logits, -_CANDIDATES)[-_CANDIDATES:] if len(logits) > _CANDIDATES else logits
+    def of(cls, row: Row) -> Guess:
+        """From a row's logits, or its candidates; of equals the lowest id.
+
+        The probability is NaN when a logit is NaN or plus infinity, of candidates also when one is minus infinity.
+        """
+        if isinstance(row, Candidates):
+            if row.n_bad:
+                return cls(int(row.ids[0]) if len(row.ids) else 0, math.nan)
+            token, best = int(row.ids[0]), row.logits[:_CANDIDATES]
+        else:
+            token = int(np.argmax(row))
+            best = np.sort(np.partition(row, -_CANDIDATES)[-_CANDIDATES:] if len(row) > _CANDIDATES else row)[
+                ::-1
+            ]
         with np.errstate(invalid="ignore"):
-            weights = np.exp(best.astype(np.float64) - float(logits[token]))
+            weights = np.exp(best.astype(np.float64) - float(best[0]))
         return cls(token, float(1.0 / weights.sum()))
 
 
@@ -136,7 +149,7 @@ class MtpDrafter:
         batch = Batch.joined([_fed_rows(feed) for feed in feeds])
         status = self._decode(batch)
         if status == DecodeStatus.OK:
-            rows = iter(self.context.logits)
+            rows = iter(self.context.rows)
             for feed in feeds:
                 if feed.drafts_follow:
                     self._progress[feed.sequence] = _Progress(Guess.of(next(rows)))
@@ -185,7 +198,7 @@ class MtpDrafter:
             if status != DecodeStatus.OK:
                 log.warning("draft ends early", status=int(status), error=str(self.context.error))
                 break
-            for s, row in zip(list(growing), self.context.logits, strict=True):
+            for s, row in zip(list(growing), self.context.rows, strict=True):
                 drafts, guess = self._progress[s].drafts, Guess.of(row)
                 if self._is_sure(guess):
                     drafts.append(guess.token)
@@ -203,6 +216,7 @@ class MtpDrafter:
             position=np.array([self.context.length(s) for s in sequences], np.int32),
             sequence=ids,
             outputs=np.ones(len(ids), np.bool_),
+            n_best=at_least(_CANDIDATES),
             hidden_rows=START - 1 - ids,
             chain_rows=ids,
         )
@@ -210,7 +224,10 @@ class MtpDrafter:
     def logits(
         self, tokens: Sequence[int], hidden_rows: Sequence[int], sequence: int
     ) -> npt.NDArray[np.float32]:
-        """Teacher forced: logits of each row that follows what a sequence holds. Raises what the decode failed with."""
+        """Teacher forced: logits of each row that follows what a sequence holds, as ``Context.logits`` has them.
+
+        Raises what the decode failed with.
+        """
         ids = np.asarray(tokens, np.int32)
         batch = Batch.of(ids, self.context.length(sequence), sequence, "all")
         rows = np.asarray(hidden_rows, np.int32)
@@ -261,6 +278,7 @@ def _fed_rows(feed: Feed) -> Batch:
         position=np.arange(feed.start, feed.start + n, dtype=np.int32),
         sequence=np.full(n, feed.sequence, np.int32),
         outputs=outputs,
+        n_best=at_least(_CANDIDATES),
         hidden_rows=np.array(feed.hidden_rows, np.int32),
         chain_rows=chain,
     )

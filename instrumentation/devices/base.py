@@ -162,6 +162,8 @@ class Device(DeviceMemory, Protocol):
 
     #: whether a thread had better load several neighbouring elements at once: a GPU's threads do, a vector's lanes not
     wide_loads: bool
+    #: whether copies from and to host memory go over a bus, so that what the host need not see had better stay
+    behind_bus: bool
     #: which calls fail on purpose
     faults: Faults | None
 

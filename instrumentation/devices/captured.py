@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from instrumentation.devices.monitor import Access, launch_accesses
+from instrumentation.devices.monitor import Access, Standing, launch_accesses
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,10 +26,15 @@ class CapturedGraph:
             for access in launch_accesses(launch):
                 accesses.setdefault((access.view.buffer.serial, access.mode), access)
         #: one for each buffer and mode, checked anew at each replay
-        self.accesses = tuple(accesses.values())
+        self.standing = Standing(accesses.values())
         self._buffers = {access.view.buffer for access in self.accesses}
         for buffer in self._buffers:
             buffer.pin(self._pin)
+
+    @property
+    def accesses(self) -> tuple[Access, ...]:
+        """What it reads and writes."""
+        return self.standing.accesses
 
     @property
     def _pin(self) -> str:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from instrumentation.devices.captured import CapturedGraph
 from instrumentation.devices.launch import bind
-from instrumentation.devices.monitor import Access, launch_accesses
+from instrumentation.devices.monitor import Access, allowed, launch_accesses
 from instrumentation.errors import BadInputError, DeviceError
 from instrumentation.faults import FaultKind, pass_site
 
@@ -115,7 +115,8 @@ class CheckedStream(ABC, Generic[P, E, G]):
     def _admit_launch(self, launch: Launch) -> None:
         if self.device.monitor is not None:
             self.device.monitor.check(launch_accesses(launch), self.owner, self.name)
-        pass_site(self.device.faults, "launch", f"{launch.kernel.name} on {self.name}")
+        if self.device.faults is not None:
+            pass_site(self.device.faults, "launch", f"{launch.kernel.name} on {self.name}")
 
     def copy_in(self, target: View, source: npt.NDArray[Any]) -> None:
         """Queue a copy from host memory."""
@@ -195,7 +196,7 @@ class CheckedStream(ABC, Generic[P, E, G]):
         if graph.destroyed:
             raise DeviceError(f"stream {self.name}: replay of graph {graph.name}, which was destroyed")
         if self.device.monitor is not None:
-            self.device.monitor.check(graph.accesses, self.owner, self.name)
+            self.device.monitor.check_standing(graph.standing, self.owner, self.name)
         self._admit("replay")
         own: Any = graph  # one of this device is of its kind
         self._queue_replay(own)
@@ -206,15 +207,21 @@ class CheckedStream(ABC, Generic[P, E, G]):
         self._require_usable()
         if self._capture is not None:
             raise DeviceError(f"stream {self.name}: {what} during capture; only launches can be captured")
-        modes: tuple[tuple[View | None, Mode], ...] = ((read, "read"), (write, "write"))
-        accesses = [Access(what, view, mode) for view, mode in modes if view is not None]
-        if self.device.monitor is not None:
-            self.device.monitor.check(accesses, self.owner, self.name)
-        else:
-            for access in accesses:
-                access.view.check_live(stream=self.name, actor=self.owner.name)
-        named = f"{what} of {accesses[-1].view.name}" if accesses else what
-        pass_site(self.device.faults, _SITE_KINDS.get(what, "copy"), f"{named} on {self.name}")
+        if read is not None:
+            self._admit_access(what, read, "read")
+        if write is not None:
+            self._admit_access(what, write, "write")
+        if self.device.faults is not None:
+            view = read if write is None else write
+            named = what if view is None else f"{what} of {view.name}"
+            pass_site(self.device.faults, _SITE_KINDS.get(what, "copy"), f"{named} on {self.name}")
+
+    def _admit_access(self, what: str, view: View, mode: Mode) -> None:
+        monitor = self.device.monitor
+        if monitor is None:
+            view.check_live(stream=self.name, actor=self.owner.name)
+        elif not allowed(view, mode, self.owner):
+            monitor.check([Access(what, view, mode)], self.owner, self.name)
 
     def _require_usable(self) -> None:
         if self.destroyed:
@@ -236,11 +243,12 @@ class CheckedStream(ABC, Generic[P, E, G]):
 
 
 def _require_same_bytes(view: View, array: npt.NDArray[Any], what: str) -> None:
-    wanted = f"give a contiguous array of {view.nbytes} bytes"
-    if not isinstance(array, np.ndarray) or array.dtype.hasobject:
+    nbytes = view.nbytes
+    numbers = isinstance(array, np.ndarray) and not array.dtype.hasobject
+    if numbers and array.flags.c_contiguous and array.nbytes == nbytes:
+        return
+    wanted = f"give a contiguous array of {nbytes} bytes"
+    if not numbers:
         raise BadInputError(f"{what} of {view.name}: {type(array).__name__} is no array of numbers; {wanted}")
-    if not array.flags.c_contiguous or array.nbytes != view.nbytes:
-        order = "" if array.flags.c_contiguous else "not contiguous "
-        raise BadInputError(
-            f"{what} of {view.name}: the array is {order}{array.dtype} {array.shape}; {wanted}"
-        )
+    order = "" if array.flags.c_contiguous else "not contiguous "
+    raise BadInputError(f"{what} of {view.name}: the array is {order}{array.dtype} {array.shape}; {wanted}")

@@ -33,6 +33,7 @@ class CudaDevice(CudaMemory, WatchedDevice):
 
     kind = "CUDA"
     wide_loads = True
+    behind_bus = True
 
     def __init__(
         self, ordinal: int = 0, *, driver: Driver | None = None, compile_kernel: Compile = compile_image

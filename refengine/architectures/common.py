@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from refengine.errors import UnsupportedModelError
 from refengine.graph import BatchShape, ContextShape, Graph
 from refengine.kernels.attention import HEAD_DIM_UNIT, MAX_HEAD_DIM
+from refengine.kernels.select import n_chunks
 
 if TYPE_CHECKING:
     from refengine.config import ModelConfig
@@ -112,7 +115,8 @@ def add(graph: Graph, name: str, a: str, b: str) -> str:
 def end(graph: Graph, config: ModelConfig, x: str) -> Graph:
     """Final norm and vocabulary head for the rows that are wanted.
 
-    Outputs: ``result_norm`` (n_outputs, n_embd) and ``result_output`` (n_outputs, n_vocab).
+    Outputs: ``result_norm`` (n_outputs, n_embd) and ``result_output`` (n_outputs, n_vocab); with ``n_best`` the latter
+    stays in the graph, and ``result_best`` (n_outputs, 2 * n_best + 1) is the output, int32 as ``best_of_rows`` has it.
     """
     n_outputs = graph.shape.n_outputs
     if n_outputs:
@@ -156,7 +160,19 @@ def vocabulary_head(config: ModelConfig) -> str:
 
 
 def _vocabulary(graph: Graph, config: ModelConfig, x: str, head: str) -> None:
+    shape = graph.shape
+    logits = graph.add(
+        "mul_mat", "result_output", (shape.n_outputs, config.n_vocab), {"x": x}, weights={"weight": head},
+        kind="compute" if shape.n_best else "output",
+    )  # fmt: skip
+    if not shape.n_best:
+        return
+    lists = (shape.n_outputs, n_chunks(config.n_vocab))
     graph.add(
-        "mul_mat", "result_output", (graph.shape.n_outputs, config.n_vocab), {"x": x}, weights={"weight": head},
-        kind="output",
+        "best_of_chunks", "result_chunks", None, {"x": logits},
+        others={"keys": ("result_keys", (*lists, shape.n_best), np.int64), "bad": ("result_bad", lists, np.int32)},
+    )  # fmt: skip
+    graph.add(
+        "best_of_rows", "result_rows_best", None, {"x": logits, **graph.nodes[-1].others},
+        others={"best": ("result_best", (shape.n_outputs, 2 * shape.n_best + 1), np.int32)}, kind="output",
     )  # fmt: skip

@@ -96,7 +96,8 @@ def all_kernels() -> Iterator[Kernel]:
 
     for warps in NORM_WARPS:
         yield from (norm.rms_norm(warps), norm.rms_norm_rows(warps), norm.rms_norm_concat(warps))
-    yield from (elementwise.swiglu, elementwise.add, elementwise.select_rows, select.top_k)
+    yield from (elementwise.swiglu, elementwise.add, elementwise.select_rows)
+    yield from (made(k) for k in select.CANDIDATES for made in (select.best_of_chunks, select.best_of_rows))
     yield from (hidden.gather_hidden, hidden.scatter_rows, hidden.concat_rows)
     yield from (rope("norm"), rope("neox"))
     yield from (gates.delta_gates, gates.gated_norm, gates.query_norm, gates.output_gate)

@@ -63,6 +63,8 @@ class CacheShape:
 class _Sequence:
     pages: list[int] = field(default_factory=list)
     length: int = 0
+    #: ``pages`` are others than the table has
+    moved: bool = True
 
 
 class KVCache:
@@ -87,6 +89,7 @@ class KVCache:
         self._free = list(range(shape.n_pages - 1, -1, -1))
         self._holders = [0] * shape.n_pages
         self._sequences = [_Sequence() for _ in range(shape.n_sequences)]
+        self._table = np.zeros((shape.n_sequences, shape.n_pages), np.int32)
 
     @property
     def free_positions(self) -> int:
@@ -108,9 +111,15 @@ class KVCache:
 
     def fits(self, counts: Mapping[int, int]) -> bool:
         """Whether there is room for ``counts[sequence]`` more positions of each sequence."""
-        tails = Counter(tail for s, n in counts.items() if n and (tail := self._shared_tail(s)) is not None)
-        copies = sum(min(n, self._holders[page] - 1) for page, n in tails.items())
-        return copies + sum(self._missing(s, n) for s, n in counts.items()) <= len(self._free)
+        missing = 0
+        tails: dict[int, int] = {}
+        for s, n in counts.items():
+            missing += self._missing(s, n)
+            tail = self._shared_tail(s) if n else None
+            if tail is not None:
+                tails[tail] = tails.get(tail, 0) + 1
+        copies = sum(min(n, self._holders[page] - 1) for page, n in tails.items()) if tails else 0
+        return copies + missing <= len(self._free)
 
     def extend(self, counts: Mapping[int, int]) -> bool:
         """Take room for ``counts[sequence]`` more positions of each sequence: all, or nothing and False.
@@ -122,7 +131,9 @@ class KVCache:
         for s, n in counts.items():
             assert not n or self._shared_tail(s) is None, f"sequence {s} would write into a shared page"
             held = self._sequences[s]
-            held.pages.extend(self._take() for _ in range(self._missing(s, n)))
+            for _ in range(self._missing(s, n)):
+                held.pages.append(self._take())
+                held.moved = True
             held.length += n
         return True
 
@@ -136,7 +147,9 @@ class KVCache:
         if tail is None:
             return None
         new = self._take()
-        self._sequences[sequence].pages[-1] = new
+        held = self._sequences[sequence]
+        held.pages[-1] = new
+        held.moved = True
         self._holders[tail] -= 1
         return tail, new
 
@@ -145,6 +158,7 @@ class KVCache:
         held = self._sequences[sequence]
         self._drop(held.pages[-1])
         held.pages[-1] = old
+        held.moved = True
         self._holders[old] += 1
 
     def share(self, source: int, target: int) -> None:
@@ -161,9 +175,11 @@ class KVCache:
         assert 0 <= length <= held.length, (sequence, length, held.length)
         held.length = length
         keep = -(-length // PAGE)
-        for page in reversed(held.pages[keep:]):
-            self._drop(page)
-        del held.pages[keep:]
+        if keep < len(held.pages):
+            for page in reversed(held.pages[keep:]):
+                self._drop(page)
+            del held.pages[keep:]
+            held.moved = True
 
     def remove(self, sequence: int) -> None:
         """Forget a sequence."""
@@ -208,11 +224,16 @@ class KVCache:
         return out
 
     def page_table(self) -> npt.NDArray[np.int32]:
-        """Pages of each sequence in position order, 0 where there is none. int32 [n_sequences, n_pages]."""
-        table = np.zeros((self.shape.n_sequences, self.shape.n_pages), np.int32)
-        for row, held in enumerate(self._sequences):
-            table[row, : len(held.pages)] = held.pages
-        return table
+        """Pages of each sequence in position order, 0 where there is none. int32 [n_sequences, n_pages].
+
+        Valid until a sequence changes.
+        """
+        for row, held in zip(self._table, self._sequences, strict=True):
+            if held.moved:
+                row[: len(held.pages)] = held.pages
+                row[len(held.pages) :] = 0
+                held.moved = False
+        return self._table
 
     def check_integrity(self) -> None:
         """Pages are free or held as often as counted; lengths fit their pages. Raises AssertionError: a bug here."""

@@ -27,8 +27,8 @@ def load(name: str, device: str, **options: Any) -> refengine.Engine:
     return refengine.load(DATA / f"{name}.gguf", device=device, **(defaults | options))
 
 
-def results(name: str, device: str, **options: Any) -> tuple[Any, Any, float, bool]:
-    """Prompt logits, the generation, tokens a second once all is warm, and whether everything was clean."""
+def results(name: str, device: str, **options: Any) -> tuple[Any, Any, float, bool, list[int]]:
+    """Prompt logits, the generation, tokens a second once all is warm, whether all was clean, tokens by its choice."""
     with np.load(DATA / f"{name}.npz") as recorded:
         tokens = recorded["tokens"].tolist()
     with load(name, device, **options) as engine:
@@ -40,7 +40,7 @@ def results(name: str, device: str, **options: Any) -> tuple[Any, Any, float, bo
         again = engine.generate(tokens, n_predict=62, temperature=0, ignore_eos=True)
         rate = len(again.tokens) / (time.perf_counter() - started)
         clean = engine.check_integrity() == [] and engine.findings == [] and len(first.tokens) == 2
-    return logits, made, rate, clean
+    return logits, made, rate, clean, again.tokens
 
 
 def models(report: Report) -> None:
@@ -54,7 +54,7 @@ def models(report: Report) -> None:
         with report.part(label), np.load(DATA / f"{name}.npz") as recorded:
             wanted, greedy = recorded["logits"], recorded["greedy"].tolist()
             started = time.perf_counter()
-            logits, made, rate, clean = results(name, "cuda", **options)
+            logits, made, rate, clean, chosen = results(name, "cuda", **options)
             seconds = time.perf_counter() - started
             error = nmse(logits, wanted)
             host = results(name, "host", **options)
@@ -62,8 +62,9 @@ def models(report: Report) -> None:
             plain = results(name, "cuda", cuda_graphs=False, **options)
             guard = results(name, "cuda", check="guard", **options)
 
-            def same(other: Any, logits: Any = logits, made: Any = made) -> bool:
-                return same_bits(other[0], logits) and same_bits(other[1].logits, made.logits)
+            def same(other: Any, logits: Any = logits, made: Any = made, chosen: Any = chosen) -> bool:
+                bits = same_bits(other[0], logits) and same_bits(other[1].logits, made.logits)
+                return bits and other[4] == chosen
 
             holds = [
                 made.tokens == greedy, same(host), same(twice), same(plain), same(guard), clean and guard[3],
@@ -74,8 +75,8 @@ def models(report: Report) -> None:
 
 
 def memory(report: Report) -> None:
-    """Free device memory over 1,000 decodes of changing shapes, after every shape was there once."""
-    for check in ("off", "guard"):
+    """Free device memory over thousands of decodes of changing shapes, after every shape was there once."""
+    for check, n_decodes in (("off", 10_000), ("guard", 1_000)):
         with report.part(f"memory {check}"):
             device = CudaDevice()
             rng = np.random.default_rng(1)
@@ -84,12 +85,12 @@ def memory(report: Report) -> None:
                     engine.logits(list(range(1, n + 1)))
                 before = device.memory_info().free
                 started = time.perf_counter()
-                for n in rng.integers(1, 41, 1000).tolist():
+                for n in rng.integers(1, 41, n_decodes).tolist():
                     engine.logits(list(range(1, n + 1)))
                 seconds = time.perf_counter() - started
                 after = device.memory_info().free
                 clean = engine.check_integrity() == [] and engine.findings == []
-            detail = f"{before - after} bytes grew in 1,000 decodes ({seconds:.1f} s), {len(engine.findings)} findings"
+            detail = f"{before - after} bytes grew in {n_decodes:,} decodes ({seconds:.1f} s), {len(engine.findings)} findings"
             # Tables of graphs come and go; the driver takes memory for itself in pieces of 2 MiB.
             report.check(f"memory {check}", clean and before - after <= 4 << 20, detail)
             left = device.memory_info().free

@@ -77,6 +77,7 @@ def test_batches_are_what_is_timed(kind):
     batches = BenchTest(kind, 20).batches(320, 8)
     assert [len(batch) for batch in batches] == ([8, 8, 4] if kind == "pp" else [1] * 20)
     assert all(batch.outputs.tolist() == [False] * (len(batch) - 1) + [True] for batch in batches)
+    assert {batch.n_best for batch in batches} == {0 if kind == "pp" else 1}
     assert np.concatenate([batch.position for batch in batches]).tolist() == list(range(20))
     tokens = np.concatenate([batch.tokens for batch in batches])
     assert 0 <= tokens.min() <= tokens.max() < 320
@@ -93,7 +94,7 @@ def test_what_is_timed_is_the_model(model, level, monkeypatch):
     def watched(self, batch):
         before = self.length(0)
         status = decode(self, batch)
-        seen.append((batch, before, self.logits))
+        seen.append((batch, before, self.logits.copy()))
         return status
 
     monkeypatch.setattr(Context, "decode", watched)
@@ -298,6 +299,39 @@ def test_runs_that_differ_are_refused(level, run_number, monkeypatch):
     with pytest.raises(UnrepeatableError, match=f"pp16 at check level {level}, {run_number}: "):
         list(run(plan(levels=["off", "guard"]), step=steps.append, close=engines))
     assert_nothing_is_left(engines.closed)
+
+
+def test_a_device_behind_a_bus_gives_the_best_token_alone(monkeypatch):
+    """Its tokens are those of the logits; a best token that is another one in one run is refused."""
+    monkeypatch.setattr(HostDevice, "behind_bus", True)
+    seen, decode = [], Context.decode
+
+    def watched(self, batch):
+        status = decode(self, batch)
+        seen.append((batch.tokens[-1], self.logits.shape[0], self.best))
+        return status
+
+    monkeypatch.setattr(Context, "decode", watched)
+    list(run(plan(n_prompt=[9], n_gen=[6], repetitions=1)))
+    with loaded("llama") as engine:
+        prompts, tokens = seen[:2], seen[2:8]
+        assert [(n_logits, best) for _, n_logits, best in prompts] == [(1, None)] * 2
+        wanted = engine.logits([token for token, _, _ in tokens])
+        for row, (_, n_logits, (best,)) in zip(wanted, tokens, strict=True):
+            assert n_logits == 0
+            assert (best.ids.tolist(), best.logits.tolist()) == ([row.argmax()], [row.max()])
+
+    steps = []
+
+    def changing(self, batch):
+        status = decode(self, batch)
+        if steps[-1] == "check off: tg6, run 1 of 2" and self.length(0) == 3:
+            self.best[0].ids[0] += 1
+        return status
+
+    monkeypatch.setattr(Context, "decode", changing)
+    with pytest.raises(UnrepeatableError, match="tg6 at check level off, run 1 of 2: logits differ"):
+        list(run(plan(n_prompt=[0], n_gen=[6]), step=steps.append))
 
 
 def test_steps_are_named():

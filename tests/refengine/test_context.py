@@ -253,11 +253,11 @@ def test_a_failed_device_rolls_back(guarded: World, monkeypatch: pytest.MonkeyPa
     assert same_bits(decode(context, PROMPTS[0][3:]), reference("llama", "f32")[0][3:])
 
 
-@pytest.mark.parametrize("nth", range(8))
+@pytest.mark.parametrize("nth", range(3))
 def test_an_interrupt_leaves_a_context_that_goes_on(
     guarded: World, monkeypatch: pytest.MonkeyPatch, nth: int
 ):
-    """The n-th queued operation is interrupted: six copies in, the graph, a copy out."""
+    """The n-th queued operation is interrupted: a copy in, the graph, a copy out."""
     context = guarded.context()
     decode(context, PROMPTS[0][:3])
     seen = 0
@@ -313,7 +313,7 @@ def test_work_that_was_queued_before_an_interrupt_does_not_reach_another_layout(
         patch.setattr(context.stream, "replay", interrupt)
         with pytest.raises(KeyboardInterrupt):
             context.decode(Batch.of(np.zeros(128), 0, 0, "last"))
-    assert context.stream.pending == 6
+    assert context.stream.pending == 1
     assert lengths(context) == [0]
     # Its inputs are larger than those of the next batch, and must not run into what lies behind them there.
     assert same_bits(decode(context, PROMPTS[0]), reference("llama", "f32")[0])

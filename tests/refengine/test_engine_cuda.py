@@ -70,6 +70,7 @@ def test_bits_are_those_of_the_host_device(name, options, graphs, check):
 @pytest.mark.parametrize(("name", "options"), [("llama", {}), ("qwen35", DRAFTS)])
 def test_fault_sites_are_those_of_the_host_device(name, options, monkeypatch):
     monkeypatch.setattr(HostDevice, "wide_loads", True)  # the same graphs and kernels
+    monkeypatch.setattr(HostDevice, "behind_bus", True)
     tokens, _ = tokens_of(name)
     passed = []
     for device in ("host", fake_device()):
@@ -123,7 +124,7 @@ def test_a_lost_device_fails_every_request_and_the_engine_closes_quietly(name, o
     device = fake_device()
     engine = load(name, device, check=check, **options)
     engine.generate(tokens, n_predict=4, temperature=0)
-    device.context.driver.broken = {"rms_norm": "ILLEGAL_ADDRESS"}
+    device.context.driver.broken = {"rms_norm_w8": "ILLEGAL_ADDRESS"}
     with pytest.raises(ComputeError, match=r"CUDA_ERROR_ILLEGAL_ADDRESS.*the last launch was graph"):
         engine.generate(tokens, n_predict=4, temperature=0)
     calls = device.context.driver.calls.total()

@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 from engines import World, decode, same_bits, world
 
+from instrumentation.errors import BadInputError
 from refengine.batch import Batch
 from refengine.context import Context, DecodeStatus
 from refengine.executor import MAX_EXECUTABLES
 from refengine.graph import BatchShape
 
+NAMES = {"tokens", "position", "sequence", "cell", "pages", "output_rows"}
 TOKENS = np.random.default_rng(3).integers(0, 320, 60).tolist()
 
 
@@ -38,6 +40,46 @@ def test_a_captured_graph_equals_plain_launches(made: World, n_tokens: int):
         results.append([decode(context, TOKENS[i * n_tokens : (i + 1) * n_tokens]) for i in range(2)])
     for captured, plain in zip(*results, strict=True):
         assert same_bits(captured, plain)
+
+
+def test_inputs_are_copied_at_once(context: Context, monkeypatch: pytest.MonkeyPatch):
+    copies = []
+    copy_in = context.stream.copy_in
+    monkeypatch.setattr(
+        context.stream, "copy_in", lambda view, array: copies.append(view.name) or copy_in(view, array)
+    )
+    decode(context, TOKENS[:5])
+    decode(context, TOKENS[5:6])
+    assert copies == ["compute.inputs", "compute.inputs"]
+
+
+def test_each_input_is_an_exact_view_of_what_is_copied(context: Context):
+    decode(context, TOKENS[:5])
+    (executable,) = context.executor._executables.values()
+    views = {name: executable.views[name] for name in ("tokens", "position", "cell", "pages", "output_rows")}
+    assert {view.buffer for view in views.values()} == {executable.inputs.buffer}
+    assert [view.offset % 64 for view in views.values()] == [0] * 5
+    assert views["tokens"].shape == views["output_rows"].shape == (5,)
+    assert views["pages"].shape == (1, 2)
+    for view in views.values():
+        with pytest.raises(BadInputError, match=f"view {view.name} has rows 0 to {view.shape[0] - 1}, not"):
+            view.row(view.shape[0])
+    last = views["output_rows"]
+    assert last.offset + last.nbytes == executable.inputs.buffer.nbytes
+    found = np.empty(5, np.int32)
+    context.stream.copy_out(found, views["tokens"])
+    context.stream.synchronize()
+    assert found.tolist() == TOKENS[:5]
+
+
+def test_inputs_that_are_not_the_graph_s_are_refused(context: Context):
+    decode(context, TOKENS[:2])
+    (executable,) = context.executor._executables.values()
+    given = {name: np.zeros(view.shape, np.int32) for name, view in executable.views.items() if name in NAMES}
+    executable.fill(given)
+    for wrong in ({}, {**given, "more": np.zeros(2, np.int32)}, {**given, "tokens": np.zeros(1, np.int32)}):
+        with pytest.raises(AssertionError, match="tokens"):
+            executable.fill(wrong)
 
 
 def test_a_shape_is_captured_once(context: Context, monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,7 @@
 """Plans: no two tensors that live at once share memory, and the worst shape covers every other one."""
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -15,11 +16,22 @@ from refengine.context_plan import MAX_OUTPUTS, ContextPlan, ContextSettings
 from refengine.fusion import fused
 from refengine.gguf_file import GGUFFile
 from refengine.graph import BatchShape, ContextShape, Graph
+from refengine.kernels.select import CANDIDATES
 from refengine.planner import Plan, plan
 
 MODELS = ("llama", "qwen3", "qwen35", "qwen35moe")
+
+
+def n_best_of(n_outputs: int) -> st.SearchStrategy[int]:
+    return st.sampled_from((0, *CANDIDATES) if n_outputs else (0,))
+
+
 SHAPES = st.integers(1, 80).flatmap(
-    lambda n: st.builds(BatchShape, st.just(n), st.integers(0, min(n, MAX_OUTPUTS)), st.integers(1, 5))
+    lambda n: st.integers(0, min(n, MAX_OUTPUTS)).flatmap(
+        lambda n_outputs: st.builds(
+            BatchShape, st.just(n), st.just(n_outputs), st.integers(1, 5), n_best_of(n_outputs)
+        )
+    )
 )
 
 
@@ -49,21 +61,34 @@ def build(name: str, shape: BatchShape, **changes) -> Graph:
 def check(graph: Graph, made: Plan) -> None:
     """Run the graph's accesses over the plan: each read finds what was last written for it."""
     content: dict[int, str] = {}
+    check_inputs(graph, made)
     for spec in graph.tensors.values():
-        assert made.requests[made.place[spec.name]].nbytes == spec.nbytes
-        if spec.kind == "input":
-            assert made.place[spec.name] not in content
-            content[made.place[spec.name]] = spec.name
+        if spec.kind != "input":
+            assert made.requests[made.place[spec.name]].nbytes == spec.nbytes
     for node in graph.nodes:
         for name in node.tensors.values():
-            assert content[made.place[name]] == name
+            assert name in made.inputs or content[made.place[name]] == name
         assert len({made.place[name] for name in node.results}) == len(node.results)
         for result in node.results:
             assert made.place[result] not in [made.place[name] for name in node.tensors.values()]
             content[made.place[result]] = result
     for spec in graph.tensors.values():
-        if spec.kind != "compute":
+        if spec.kind == "output":
             assert content[made.place[spec.name]] == spec.name
+
+
+def check_inputs(graph: Graph, made: Plan) -> None:
+    """Inputs, and nothing else, have one buffer: apart from each other, to its end."""
+    names = [spec.name for spec in graph.tensors.values() if spec.kind == "input"]
+    assert list(made.inputs) == names
+    (place,) = {made.place[name] for name in names}
+    assert [name for name, at in made.place.items() if at == place] == names
+    spans = sorted((made.inputs[name], made.inputs[name] + graph.tensors[name].nbytes) for name in names)
+    assert spans[0][0] == 0
+    assert spans[-1][1] == made.requests[place].nbytes
+    for (_, stop), (start, _) in itertools.pairwise(spans):
+        assert stop <= start < stop + 64
+        assert start % 64 == 0
 
 
 @given(name=st.sampled_from(MODELS), shape=SHAPES, fuse=st.booleans(), fewest=st.booleans())
@@ -92,11 +117,9 @@ def test_graphs_that_hand_rows_over(
     check(graph, made)
     assert not {"hidden", "chain"} & {request.name.split(".")[-1] for request in made.requests}
     n_tokens = data.draw(st.integers(1, shape.n_tokens))
-    smaller = BatchShape(
-        n_tokens,
-        data.draw(st.integers(0, min(n_tokens, shape.n_outputs))),
-        data.draw(st.integers(1, shape.n_spans)),
-    )
+    n_outputs = data.draw(st.integers(0, min(n_tokens, shape.n_outputs)))
+    n_best = shape.n_best if n_outputs else 0
+    smaller = BatchShape(n_tokens, n_outputs, data.draw(st.integers(1, shape.n_spans)), n_best)
     assert plan(build_one(smaller), TARGET).nbytes <= made.nbytes
 
 
@@ -108,6 +131,7 @@ SETTINGS = st.builds(
     n_sequences=st.integers(1, 3),
     fuse=st.booleans(),
     fewest_launches=st.booleans(),
+    chooses=st.booleans(),
 )
 
 
@@ -127,7 +151,8 @@ def test_the_worst_shapes_cover_every_batch(
     )
     n_outputs = data.draw(st.integers(0, min(n_tokens, MAX_OUTPUTS)))
     n_spans = chosen.n_spans(data.draw(st.integers(1, chosen.n_ctx)))
-    assert nbytes(BatchShape(n_tokens, n_outputs, n_spans)) <= max(
+    n_best = data.draw(n_best_of(n_outputs)) if chosen.chooses else 0
+    assert nbytes(BatchShape(n_tokens, n_outputs, n_spans, n_best)) <= max(
         nbytes(shape) for shape in chosen.worst_shapes
     )
 
@@ -147,7 +172,7 @@ def test_a_tensor_of_chance_size_does_not_share():
     graph = build("llama", BatchShape(4, 4, 1))
     made = plan(graph, TARGET)
     rows = {name: graph.tensors[name].rows for name in made.place}
-    for place in set(made.place.values()):
+    for place in {at for name, at in made.place.items() if name not in made.inputs}:
         assert len({rows[name] for name, at in made.place.items() if at == place}) == 1
 
 
@@ -183,7 +208,25 @@ def test_dead_results_give_their_memory_back():
     assert len({made.place[f"unused {i}"] for i in range(3)}) == 1
 
 
-@pytest.mark.parametrize(("n_tokens", "n_outputs"), [(0, 0), (1, 2), (1, -1)])
-def test_shapes_that_cannot_be(n_tokens: int, n_outputs: int):
+def test_candidates_take_the_place_of_logits_among_the_outputs():
+    outputs = {}
+    for n_best in (0, 16):
+        graph = build("llama", BatchShape(4, 3, 1, n_best))
+        outputs[n_best] = {
+            spec.name: (spec.shape, spec.dtype.name)
+            for spec in graph.tensors.values()
+            if spec.kind == "output"
+        }
+    norm = {"result_norm": ((3, 64), "float32")}
+    assert outputs[0] == {**norm, "result_output": ((3, 320), "float32")}
+    assert outputs[16] == {**norm, "result_best": ((3, 33), "int32")}
+
+
+@pytest.mark.parametrize("shape", [(0, 0, 1), (1, 2, 1), (1, -1, 1), (1, 0, 1, 16), (1, 1, 1, -1)])
+def test_shapes_that_cannot_be(shape: tuple[int, ...]):
     with pytest.raises(AssertionError):
-        BatchShape(n_tokens, n_outputs, 1)
+        BatchShape(*shape)
+
+
+def test_shapes_have_names():
+    assert [str(BatchShape(5, 2, 1)), str(BatchShape(5, 2, 1, 16))] == ["5x2x1", "5x2x1 best 16"]

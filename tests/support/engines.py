@@ -174,7 +174,7 @@ def decode(context: Context, tokens: Sequence[int], sequence: int = 0, outputs: 
     """Logits of tokens that follow what the sequence holds."""
     batch = Batch.of(tokens, context.cache.length(sequence), sequence, outputs)
     assert context.decode(batch) == DecodeStatus.OK, context.error
-    return context.logits
+    return context.logits.copy()
 
 
 @kernel(block=32)

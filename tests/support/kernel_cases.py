@@ -177,13 +177,7 @@ def cases(seed: int = 0) -> Iterator[Case]:
             {"a": x, "b": other, "weight_a": w, "weight_b": other_w, "y": poisoned((5, 646)), "eps": 1e-5},
             {"y": np.concatenate(both, axis=1)},
         )  # fmt: skip
-    logits = normal(3, 5000)
-    index, value = select.top_k_f64(logits, 8)
-    yield Case(
-        select.top_k, (3,),
-        {"x": logits, "index": poisoned((3, 8), np.int32), "value": poisoned((3, 8))},
-        {"index": index, "value": value},
-    )  # fmt: skip
+    yield from _select_cases(rng)
     cosine, sine = rope_tables(512, 48, 10000.0)
     position = rng.integers(0, 512, 7).astype(np.int32)
     heads = normal(7, 3, 64)
@@ -205,6 +199,24 @@ def cases(seed: int = 0) -> Iterator[Case]:
         yield from _attention_whole_cases(rng, pair)
     for pair, (pairing, norms) in zip(CACHE_PAIRS, ROPE_STORES, strict=True):
         yield _rope_store_case(pair, pairing, norms=norms)
+
+
+def _select_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Rows of three chunks with equal logits, zeros of both signs and what is not finite."""
+    x = rng.standard_normal((3, 5000)).astype(np.float32).round(2)
+    x[0, 4999], x[1, 77], x[1, 4000], x[2, 1:9:2] = np.inf, np.nan, -np.inf, -0.0
+    for k in select.CANDIDATES:
+        keys, bad = select.best_of_chunks_f64(x, k)
+        yield Case(
+            select.best_of_chunks(k), (keys.shape[1], 3),
+            {"x": x, "keys": poisoned(keys.shape, np.int64), "bad": poisoned(bad.shape, np.int32)},
+            {"keys": keys, "bad": bad},
+        )  # fmt: skip
+        yield Case(
+            select.best_of_rows(k), (3,),
+            {"x": x, "keys": keys, "bad": bad, "best": poisoned((3, 2 * k + 1), np.int32)},
+            {"best": select.packed_f64(x, k)},
+        )  # fmt: skip
 
 
 def _hidden_cases(rng: np.random.Generator) -> Iterator[Case]:

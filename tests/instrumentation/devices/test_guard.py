@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 from engines import DRAFT, TARGET, Bench, increment, scale_by, write_from
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instrumentation.allocator import BufferRequest
+from instrumentation.devices.monitor import AccessMonitor, allowed
 from instrumentation.errors import FindingError
 from instrumentation.levels import Level
+from instrumentation.view import View
 
 N = 16
 ONE = np.array([7.5], np.float32)
@@ -287,3 +289,120 @@ class TestOwners:
         draft.launch(scale_by, 1, arguments)
         draft.synchronize()
         np.testing.assert_array_equal(three.bench.get(three.y), np.full(N, 2))
+
+
+class Captured:
+    """A graph that reads x and writes y, left, and z of an overlay, whose arena has another one."""
+
+    def __init__(self) -> None:
+        self.three = Three()
+        self.bench = self.three.bench
+        self.draft = self.bench.device.create_stream(owner=DRAFT, name="draft")
+        arena = self.bench.arena()
+        self.overlays = [
+            arena.reserve_overlay([BufferRequest(64, TARGET, n)], owner=TARGET, name=n).unwrap() for n in "ab"
+        ]
+        self.overlays[0].activate()
+        self.z: View = self.overlays[0].buffers[0].view(np.float32, N)
+        stream = self.three.stream
+        stream.begin_capture()
+        self.three.write(0)
+        stream.launch(increment, 1, {"y": self.three.left})
+        stream.launch(increment, 1, {"y": self.z})
+        self.graph = stream.end_capture("captured")
+
+    def views(self) -> tuple[View, ...]:
+        return self.three.x, self.three.y, self.three.left, self.z
+
+    def replay(self, stream) -> bool:
+        """Whether the graph may be replayed; refused as a check of everything would refuse it."""
+        wanted = all(allowed(access.view, access.mode, stream.owner) for access in self.graph.accesses)
+        try:
+            stream.replay(self.graph)
+        except FindingError:
+            assert not wanted
+            return False
+        assert wanted
+        stream.synchronize()
+        return True
+
+
+def test_a_graph_is_checked_again_when_something_is_otherwise(monkeypatch: pytest.MonkeyPatch):
+    made = Captured()
+    checks = []
+    check = AccessMonitor.check
+    monkeypatch.setattr(
+        AccessMonitor,
+        "check",
+        lambda self, accesses, *rest: checks.append(accesses) or check(self, accesses, *rest),
+    )
+    stream, three = made.three.stream, made.three
+    assert [made.replay(stream) for _ in range(3)] == [True] * 3
+    assert checks == [made.graph.accesses]
+    # What it does not name changes nothing of it: another lease, another buffer that is reserved.
+    with three.right.buffer.lend(to=DRAFT, mode="write"):
+        three.arena.reserve(64, owner=TARGET, name="more").unwrap()
+        assert made.replay(stream)
+    assert len(checks) == 1
+    three.right.buffer.free()
+    assert made.replay(stream)
+    assert len(checks) == 2
+    made.overlays[1].activate()
+    assert not made.replay(stream)
+    made.overlays[0].activate()
+    assert made.replay(stream)
+    assert not made.replay(made.draft)
+    assert made.replay(stream)
+    three.y.buffer.share_read_only()
+    assert not made.replay(stream)
+    codes = [finding.code for finding in made.bench.findings]
+    assert codes == ["MEM004", "OWN001", "OWN001"]
+
+
+def test_a_lease_that_ends_is_missed_at_the_next_replay():
+    made = Captured()
+    leases = [view.buffer.lend(to=DRAFT, mode="write") for view in made.views()]
+    assert made.replay(made.draft)
+    assert made.replay(made.draft)
+    leases[2].end()
+    assert not made.replay(made.draft)
+    assert made.replay(made.three.stream)
+    made.three.left.buffer.lend(to=DRAFT, mode="write")
+    assert made.replay(made.draft)
+
+
+CHANGES = st.one_of(
+    st.tuples(st.just("replay"), st.booleans()),
+    st.tuples(st.just("lend"), st.integers(0, 3), st.sampled_from(["read", "write"])),
+    st.tuples(st.just("end"), st.integers(0, 5)),
+    st.tuples(st.just("activate"), st.integers(0, 1)),
+    st.tuples(st.just("share"), st.integers(0, 3)),
+    st.tuples(st.just("free")),
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(CHANGES, max_size=25))
+def test_replays_are_refused_as_a_check_of_everything_would_refuse_them(changes):
+    made = Captured()
+    leases = []
+    for what, *rest in changes:
+        match what:
+            case "replay":
+                made.replay(made.draft if rest[0] else made.three.stream)
+            case "lend" | "share":
+                buffer = made.views()[rest[0]].buffer
+                if what == "lend" and buffer.live and not (buffer.read_only and rest[1] == "write"):
+                    leases.append(buffer.lend(to=DRAFT, mode=rest[1]))
+                elif what == "share" and buffer.live and rest[0] == 0:
+                    buffer.share_read_only()
+            case "end":
+                if leases:
+                    leases.pop(rest[0] % len(leases)).end()
+            case "activate":
+                made.overlays[rest[0]].activate()
+            case "free":
+                if made.three.right.buffer.live:
+                    made.three.right.buffer.free()
+        for stream in (made.three.stream, made.draft):
+            made.replay(stream)
