@@ -259,6 +259,21 @@ def _products(rewriting: _Rewriting, place: int, node: Node) -> None:
     rewriting.replace(group, place, _node("mul_mats", {"x": x}, first, weights=weights, others=named))
 
 
+def _products_of_norm(rewriting: _Rewriting, place: int, node: Node) -> None:
+    """The norm of one row, then all that reads it: products in one node."""
+    found = rewriting.source(node.tensors["x"], "rms_norm")
+    n_rows, n = rewriting.graph.tensors[node.tensors["x"]].shape
+    if found is None or n_rows > 1 or found[1].settings["row"] != n:
+        return
+    at, norm = found
+    joined = _node(
+        node.op, {**node.tensors, "x": norm.tensors["x"]}, node.output,
+        weights={**node.weights, "norm": norm.weights["weight"]}, settings={"eps": norm.settings["eps"]},
+        others=node.others,
+    )  # fmt: skip
+    rewriting.replace((at, place), place, joined)
+
+
 def _op(rewriting: _Rewriting, place: int) -> str | None:
     node = rewriting.nodes[place]
     return None if node is None else node.op
@@ -278,4 +293,6 @@ _PATTERNS: tuple[tuple[str, Callable[[_Rewriting, int, Node], None], bool], ...]
     ("swiglu", _products_swiglu, False),
     ("add", _product_add, True),
     ("mul_mat", _products, False),
+    ("mul_mats", _products_of_norm, False),
+    ("mul_mat_swiglu", _products_of_norm, False),
 )

@@ -96,6 +96,13 @@ class _Form:
             return x
         return x.buffer.view(np.uint64, (x.shape[0], x.shape[1] // 2), offset=x.offset, name=x.name)
 
+    def norm(self, o: Operands, x: View) -> dict[str, Argument]:
+        """The norm in front of products of x; where there is none, what may stand for it."""
+        if "norm" not in o.vectors:
+            return {"norm": self.x(x), "eps": 0.0}
+        weight = o.vectors["norm"]
+        return {"norm": self.x(weight.reshape((1, weight.size))), "eps": float(o.settings["eps"])}
+
     def arrays(self, matrix: Matrix) -> dict[str, Argument]:
         """The three array arguments of a matrix."""
         return matrix.arguments if self.outputs is None else matrix.wide_arguments
@@ -142,8 +149,8 @@ def _mul_mat_swiglu(o: Operands) -> Call:
     if form.outputs is not None:
         # A warp makes gate and up of each output together.
         form = _Form(form.tile, max(1, form.outputs // 2))
-    arguments: dict[str, Argument] = {"x": form.x(x), "y": o.y, **_parted(o, form)}
-    made = mul_mat_swiglu((gate.type, up.type), form.tile, form.outputs)
+    arguments: dict[str, Argument] = {"x": form.x(x), **form.norm(o, x), "y": o.y, **_parted(o, form)}
+    made = mul_mat_swiglu((gate.type, up.type), form.tile, form.outputs, normed="norm" in o.vectors)
     return Call(made, form.grid(x.shape[0], gate.n_out), arguments)
 
 
@@ -151,12 +158,13 @@ def _mul_mats(o: Operands) -> Call:
     matrices, x = list(o.matrices.values()), o.tensors["x"]
     n_outs = [matrix.n_out for matrix in matrices]
     form = _form(o, x.shape[0], sum(n_outs))
-    arguments: dict[str, Argument] = {"x": form.x(x), "y_0": o.y}
+    arguments: dict[str, Argument] = {"x": form.x(x), **form.norm(o, x), "y_0": o.y}
     for i, matrix in enumerate(matrices):
         arguments |= {f"{name}_{i}": view for name, view in form.arrays(matrix).items()}
     arguments |= {role: view for role, view in o.tensors.items() if role != "x"}
     types = tuple(matrix.type for matrix in matrices)
-    return Call(mul_mats(types, form.tile, form.outputs), form.grid(x.shape[0], *n_outs), arguments)
+    made = mul_mats(types, form.tile, form.outputs, normed="norm" in o.vectors)
+    return Call(made, form.grid(x.shape[0], *n_outs), arguments)
 
 
 def _rms_norm(o: Operands) -> Call:

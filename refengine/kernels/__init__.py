@@ -47,6 +47,8 @@ JOINED_FORMS = ((1, None), (4, None), (1, 2))
 #: outputs of a warp of the other kernels of products, and the formats for which those are listed in that form
 WIDE = 2
 WIDE_SAMPLE = ("F16", "Q4_1", "Q4_K")
+#: formats of the products that are listed with a norm on the way; gate and up for two of them
+NORMED_GROUPS = (("F16", "Q4_1"), ("Q4_1", "Q4_K", "F16"), ("Q4_K", "F16", "Q4_1", "Q4_K"))
 
 
 def grouped(formats: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
@@ -116,6 +118,12 @@ def all_kernels() -> Iterator[Kernel]:
     for form in JOINED_FORMS:
         yield from (mul_mats(group, *form) for group in grouped(FORMATS))
         yield from (mul_mat_swiglu(pair, *form) for pair in in_pairs(FORMATS))
+    by_name = {quantisation.name: quantisation for quantisation in FORMATS}
+    for names in NORMED_GROUPS:
+        group = tuple(by_name[name] for name in names)
+        yield mul_mats(group, 1, WIDE, normed=True)
+        if len(group) == 2:
+            yield mul_mat_swiglu(group, 1, WIDE, normed=True)
     for type_k, type_v in CACHE_PAIRS:
         yield store_kv(type_k, type_v)
         fits = [n for n in HEAD_DIMS if KV_TYPES[type_k].fits(n) and KV_TYPES[type_v].fits(n)]

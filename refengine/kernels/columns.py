@@ -13,29 +13,34 @@ from typing import Any
 from numba import cuda, float32
 
 from instrumentation.kernel import DeviceFunction, device_function
-from instrumentation.kernel.types import f32_1d, f32_2d, i32, u8_2d, u16_2d, u32_2d
+from instrumentation.kernel.types import f32, f32_1d, f32_2d, i32, u8_2d, u16_2d, u32_2d
+from refengine.kernels.normed import element_of
 from refengine.kernels.numerics import warp_sum
 from refengine.kernels.quants import format_of
 
 
 @functools.cache
-def totals(quantisation: Any, tile: int) -> DeviceFunction:
+def totals(quantisation: Any, tile: int, *, normed: bool = False) -> DeviceFunction:
     """Totals of one output for ``tile`` rows of x.
 
-    The function takes a packed matrix, x [n_rows, n_in], the output and the last one that there is, the first row, and
-    ``sums`` (local, float32 [tile]), where each lane finds the totals. Rows behind the last one of x count as the last.
-    With one row n_in may be any length, of a matrix whose rows are filled up to whole blocks; else whole blocks.
+    The function takes a packed matrix, x [n_rows, n_in], norm [1, n_in] and scale as ``normed`` has them, the output
+    and the last one that there is, the first row, and ``sums`` (local, float32 [tile]), where each lane finds the
+    totals. Rows behind the last one of x count as the last. With one row n_in may be any length, of a matrix whose rows
+    are filled up to whole blocks; else whole blocks, and no norm.
     """
-    return _one_row(quantisation) if tile == 1 else _rows(quantisation, tile)
+    if tile == 1:
+        return _one_row(quantisation, normed=normed)
+    assert not normed, "a norm on the way is for one row"
+    return _rows(quantisation, tile)
 
 
 @functools.cache
-def both_totals(quantisations: tuple[Any, Any], tile: int) -> DeviceFunction:
+def both_totals(quantisations: tuple[Any, Any], tile: int, *, normed: bool = False) -> DeviceFunction:
     """As ``totals`` of two matrices, one behind the other.
 
     The function takes both packed matrices, then what the other one takes behind its matrix, with the sums of each.
     """
-    first_totals, second_totals = (totals(kind, tile) for kind in quantisations)
+    first_totals, second_totals = (totals(kind, tile, normed=normed) for kind in quantisations)
 
     @device_function
     def both_totals(
@@ -46,21 +51,24 @@ def both_totals(quantisations: tuple[Any, Any], tile: int) -> DeviceFunction:
         more_halves: u16_2d,
         more_words: u32_2d,
         x: f32_2d,
+        norm: f32_2d,
+        scale: f32,
         out: i32,
         last_out: i32,
         first: i32,
         sums: f32_1d,
         more_sums: f32_1d,
     ) -> None:
-        first_totals(codes, halves, words, x, out, last_out, first, sums)
-        second_totals(more_codes, more_halves, more_words, x, out, last_out, first, more_sums)
+        first_totals(codes, halves, words, x, norm, scale, out, last_out, first, sums)
+        second_totals(more_codes, more_halves, more_words, x, norm, scale, out, last_out, first, more_sums)
 
     return both_totals
 
 
-def _one_row(quantisation: Any) -> DeviceFunction:
+def _one_row(quantisation: Any, *, normed: bool) -> DeviceFunction:
     """For one row: four running sums a lane keep the multiply-adds apart."""
     weight = format_of(quantisation).weight
+    element = element_of(normed=normed)
     # Only rows of floats can have another length than a number of blocks.
     ragged = int(format_of(quantisation).block_size == 1)
 
@@ -70,6 +78,8 @@ def _one_row(quantisation: Any) -> DeviceFunction:
         halves: u16_2d,
         words: u32_2d,
         x: f32_2d,
+        norm: f32_2d,
+        scale: f32,
         out: i32,
         _last_out: i32,
         first: i32,
@@ -87,15 +97,15 @@ def _one_row(quantisation: Any) -> DeviceFunction:
                 for odd in (0, 1):
                     b = g * 8 + k * 2 + odd
                     w = weight(codes, halves, words, out, b, lane)
-                    parts[k] = cuda.fma(w, x[row, b * 32 + lane], parts[k])
+                    parts[k] = cuda.fma(w, element(x, norm, row, b * 32 + lane, scale), parts[k])
         for t in range(whole, n_blocks):
             at = (t >> 1) & 3
             rest = weight(codes, halves, words, out, t, lane)
-            parts[at] = cuda.fma(rest, x[row, t * 32 + lane], parts[at])
+            parts[at] = cuda.fma(rest, element(x, norm, row, t * 32 + lane, scale), parts[at])
         if ragged > 0 and n_blocks * 32 < x.shape[1]:
             last_at = (n_blocks >> 1) & 3
             i = n_blocks * 32 + lane
-            value = x[row, i] if i < x.shape[1] else float32(0.0)
+            value = element(x, norm, row, i, scale) if i < x.shape[1] else float32(0.0)
             filled = weight(codes, halves, words, out, n_blocks, lane)
             parts[last_at] = cuda.fma(filled, value, parts[last_at])
         sums[0] = warp_sum((parts[0] + parts[1]) + (parts[2] + parts[3]))
@@ -114,6 +124,8 @@ def _rows(quantisation: Any, tile: int) -> DeviceFunction:
         halves: u16_2d,
         words: u32_2d,
         x: f32_2d,
+        _norm: f32_2d,
+        _scale: f32,
         out: i32,
         _last_out: i32,
         first: i32,

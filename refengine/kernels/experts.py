@@ -110,7 +110,9 @@ def mul_mat_experts(quantisation: GGMLQuantizationType, outputs: int | None = No
         at = row * n_parts + min(used, n_parts - 1)
         first_out = index[row, used] * y.shape[2]
         sums = cuda.local.array(width, float32)
-        totals(codes, halves, words, x, first_out + out, first_out + y.shape[2] - 1, at, sums)
+        totals(
+            codes, halves, words, x, x, float32(1.0), first_out + out, first_out + y.shape[2] - 1, at, sums
+        )
         for o in columns:
             if lane == 0 and out + o < y.shape[2]:
                 y[row, used, out + o] = sums[o]
@@ -153,16 +155,15 @@ def experts_swiglu(
         gates = cuda.local.array(width, float32)
         ups = cuda.local.array(width, float32)
         totals(
-            gate_codes, gate_halves, gate_words, up_codes, up_halves, up_words, x, first_out + out, last_out, at,
-            gates, ups,
+            gate_codes, gate_halves, gate_words, up_codes, up_halves, up_words, x, x, float32(1.0),
+            first_out + out, last_out, at, gates, ups,
         )  # fmt: skip
         # Lane o takes output o, so that one evaluation of the sigmoid serves them all.
         gate = float32(0.0)
         up = float32(0.0)
         for o in columns:
-            if lane == o:
-                gate = gates[o]
-                up = ups[o]
+            gate = gates[o] if lane == o else gate
+            up = ups[o] if lane == o else up
         if lane < width and out + lane < y.shape[2]:
             y[row, used, out + lane] = gate * sigmoid_f32(gate) * up
 

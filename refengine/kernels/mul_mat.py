@@ -15,7 +15,7 @@ from gguf.constants import GGMLQuantizationType
 from numba import cuda, float32
 
 from instrumentation.kernel import DeviceFunction, Kernel, RowsAhead, device_function, kernel
-from instrumentation.kernel.types import f32_2d, i32, i32_1d, u8_2d, u16_2d, u32_2d, u64_2d
+from instrumentation.kernel.types import f32, f32_2d, i32, i32_1d, u8_2d, u16_2d, u32_2d, u64_2d
 from refengine.kernels import columns, words
 from refengine.kernels.quants import format_of
 
@@ -30,36 +30,39 @@ WIDE_OUTPUTS = ((16384, 4), (4096, 2), (1, 1))
 Function = TypeVar("Function", bound=Callable[..., None])
 
 
-def totals_of(quantisation: Any, tile: int, outputs: int | None) -> DeviceFunction:
+def totals_of(quantisation: Any, tile: int, outputs: int | None, *, normed: bool = False) -> DeviceFunction:
     """The sums of products that a kernel is made of: ``columns.totals``, or ``words.totals`` of ``outputs``."""
-    return (
-        columns.totals(quantisation, tile) if outputs is None else words.totals(quantisation, tile, outputs)
-    )
+    if outputs is None:
+        return columns.totals(quantisation, tile, normed=normed)
+    return words.totals(quantisation, tile, outputs, normed=normed)
+
+
+def both_totals_of(
+    quantisations: tuple[Any, Any], tile: int, outputs: int | None, *, normed: bool = False
+) -> DeviceFunction:
+    """The same for two matrices of one shape and one x."""
+    if outputs is None:
+        return columns.both_totals(quantisations, tile, normed=normed)
+    return words.both_totals(quantisations, tile, outputs, normed=normed)
 
 
 def reading(outputs: int | None, **formats: Any) -> Callable[[Function], Function]:
     """Decorator that gives a kernel's parameters the element types of its form.
 
     They are written as those of ``columns``. With ``outputs`` the matrices, whose quantisations ``formats`` gives by
-    their parameters' names (``codes_0=...`` stands for halves_0 and words_0 too), are wide, and x is pairs.
+    their parameters' names (``codes_0=...`` stands for halves_0 and words_0 too), are wide, and x and norm are pairs.
     """
 
     def change(function: Function) -> Function:
         if outputs is not None:
-            function.__annotations__["x"] = u64_2d
+            pairs = {"x", "norm"} & function.__annotations__.keys()
+            function.__annotations__.update(dict.fromkeys(pairs, u64_2d))
             for codes, quantisation in formats.items():
                 for array, kind in format_of(quantisation).wide.arrays.items():
                     function.__annotations__[codes.replace("codes", array)] = kind
         return function
 
     return change
-
-
-def both_totals_of(quantisations: tuple[Any, Any], tile: int, outputs: int | None) -> DeviceFunction:
-    """The same for two matrices of one shape and one x."""
-    if outputs is None:
-        return columns.both_totals(quantisations, tile)
-    return words.both_totals(quantisations, tile, outputs)
 
 
 def rows_ahead(outputs: int | None, *groups: tuple[str, ...]) -> RowsAhead | None:
@@ -86,20 +89,30 @@ def launched(tile: int, outputs: int | None, *groups: tuple[str, ...]) -> dict[s
 
 
 @functools.cache
-def product(quantisation: GGMLQuantizationType, tile: int, outputs: int | None = None) -> DeviceFunction:
-    """Writes y = x W^T for a tile of rows and one output, or ``outputs`` of them."""
-    totals = totals_of(quantisation, tile, outputs)
+def product(
+    quantisation: GGMLQuantizationType, tile: int, outputs: int | None = None, *, normed: bool = False
+) -> DeviceFunction:
+    """Writes y = x W^T for a tile of rows and one output, or ``outputs`` of them; ``normed``: of x normed."""
+    totals = totals_of(quantisation, tile, outputs, normed=normed)
     rows, columns_of = tuple(range(tile)), tuple(range(outputs or 1))
     n_sums = tile * len(columns_of)
 
     @device_function
     def product(
-        codes: u8_2d, halves: u16_2d, words: u32_2d, x: f32_2d, y: f32_2d, out: i32, first: i32
+        codes: u8_2d,
+        halves: u16_2d,
+        words: u32_2d,
+        x: f32_2d,
+        norm: f32_2d,
+        scale: f32,
+        y: f32_2d,
+        out: i32,
+        first: i32,
     ) -> None:
         """Takes x [n_rows, n_in], y [n_rows, n_out]: outputs from ``out`` and rows from ``first`` on are one warp's."""
         lane = cuda.threadIdx.x
         sums = cuda.local.array(n_sums, float32)
-        totals(codes, halves, words, x, out, y.shape[1] - 1, first, sums)
+        totals(codes, halves, words, x, norm, scale, out, y.shape[1] - 1, first, sums)
         for o in columns_of:
             for j in rows:
                 if lane == 0 and out + o < y.shape[1] and first + j < y.shape[0]:
@@ -121,15 +134,18 @@ def mul_mat(quantisation: GGMLQuantizationType, tile: int, outputs: int | None =
     @reading(outputs, codes=quantisation)
     def mul_mat(codes: u8_2d, halves: u16_2d, words: u32_2d, x: f32_2d, y: f32_2d) -> None:
         """Takes x [n_rows, n_in], y [n_rows, n_out], weights as packed by ``refengine.kernels.quants``."""
-        column(codes, halves, words, x, y, cuda.blockIdx.x * width, cuda.blockIdx.y * tile)
+        column(codes, halves, words, x, x, float32(1.0), y, cuda.blockIdx.x * width, cuda.blockIdx.y * tile)
 
     return _renamed(mul_mat, f"mul_mat_{suffix((quantisation,), tile, outputs)}")
 
 
-def suffix(quantisations: tuple[GGMLQuantizationType, ...], tile: int, outputs: int | None) -> str:
+def suffix(
+    quantisations: tuple[GGMLQuantizationType, ...], tile: int, outputs: int | None, *, normed: bool = False
+) -> str:
     """End of the name of a kernel of products."""
     names = "_".join(quantisation.name.lower() for quantisation in quantisations)
-    return f"{names}_x{tile}" + ("" if outputs is None else f"_wide{outputs}")
+    form = "" if outputs is None else f"_wide{outputs}"
+    return f"{names}_x{tile}{form}{'_normed' if normed else ''}"
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from gguf.constants import GGMLQuantizationType
 from numba import cuda, float32
 
 from instrumentation.kernel import Kernel, kernel
-from instrumentation.kernel.types import f32_2d, u8_2d, u16_2d, u32_2d
+from instrumentation.kernel.types import f32, f32_2d, u8_2d, u16_2d, u32_2d
 from refengine.kernels.elementwise import swiglu_f64
 from refengine.kernels.mul_mat import (
     both_totals_of,
@@ -24,6 +24,7 @@ from refengine.kernels.mul_mat import (
     suffix,
     totals_of,
 )
+from refengine.kernels.normed import scale_of
 from refengine.kernels.numerics import sigmoid_f32
 
 #: products of one x that one launch can hold
@@ -38,6 +39,7 @@ def mul_mat_add(quantisation: GGMLQuantizationType, tile: int, outputs: int | No
     width = outputs or 1
     rows, columns = tuple(range(tile)), tuple(range(width))
     n_sums = tile * width
+    one = int(n_sums == 1)
 
     @kernel(**launched(tile, outputs, ("codes",)))
     @reading(outputs, codes=quantisation)
@@ -47,16 +49,16 @@ def mul_mat_add(quantisation: GGMLQuantizationType, tile: int, outputs: int | No
         out = cuda.blockIdx.x * width
         first = cuda.blockIdx.y * tile
         sums = cuda.local.array(n_sums, float32)
-        # Loaded before the products, which it need not wait for.
-        old = cuda.local.array(n_sums, float32)
-        for o in range(width):
-            for j in range(tile):
-                old[o * tile + j] = r[min(first + j, y.shape[0] - 1), min(out + o, y.shape[1] - 1)]
-        totals(codes, halves, words, x, out, y.shape[1] - 1, first, sums)
+        # One row's is loaded before the products, which it need not wait for; more would take registers.
+        old = float32(0.0)
+        if one > 0:
+            old = r[first, min(out, y.shape[1] - 1)]
+        totals(codes, halves, words, x, x, float32(1.0), out, y.shape[1] - 1, first, sums)
         for o in columns:
             for j in rows:
                 if lane == 0 and out + o < y.shape[1] and first + j < y.shape[0]:
-                    y[first + j, out + o] = old[o * tile + j] + sums[o * tile + j]
+                    residual = old if one > 0 else r[first + j, out + o]
+                    y[first + j, out + o] = residual + sums[o * tile + j]
 
     mul_mat_add.name = f"mul_mat_add_{suffix((quantisation,), tile, outputs)}"
     return mul_mat_add
@@ -64,13 +66,20 @@ def mul_mat_add(quantisation: GGMLQuantizationType, tile: int, outputs: int | No
 
 @functools.cache
 def mul_mat_swiglu(
-    quantisations: tuple[GGMLQuantizationType, GGMLQuantizationType], tile: int, outputs: int | None = None
+    quantisations: tuple[GGMLQuantizationType, GGMLQuantizationType],
+    tile: int,
+    outputs: int | None = None,
+    *,
+    normed: bool = False,
 ) -> Kernel:
     """As two ``mul_mat``, then ``swiglu`` of both. Grid as of ``mul_mat``; ``outputs * tile`` is 32 at most.
 
+    ``normed``: as ``rms_norm`` of one row, then they.
+
     On the host a sigmoid for each block's few results costs more than a launch for all results does.
     """
-    totals = both_totals_of(quantisations, tile, outputs)
+    totals = both_totals_of(quantisations, tile, outputs, normed=normed)
+    scale_of_x = scale_of(pairs=outputs is not None, normed=normed)
     width = outputs or 1
     n_sums = tile * width
     assert n_sums <= 32, (tile, outputs)
@@ -86,47 +95,58 @@ def mul_mat_swiglu(
         up_halves: u16_2d,
         up_words: u32_2d,
         x: f32_2d,
+        norm: f32_2d,
         y: f32_2d,
+        eps: f32,
     ) -> None:
-        """Writes y = gate * sigmoid(gate) * up of the products of x [n_rows, n_in]; y [n_rows, n_out]."""
+        """Writes y = gate * sigmoid(gate) * up of the products of x [n_rows, n_in]; y [n_rows, n_out].
+
+        norm [1, n_in] and eps are not read unless ``normed``.
+        """
         lane = cuda.threadIdx.x
         out = cuda.blockIdx.x * width
         first = cuda.blockIdx.y * tile
+        scale = scale_of_x(x, first, eps)
         gates = cuda.local.array(n_sums, float32)
         ups = cuda.local.array(n_sums, float32)
         totals(
-            gate_codes, gate_halves, gate_words, up_codes, up_halves, up_words, x, out, y.shape[1] - 1, first,
-            gates, ups,
+            gate_codes, gate_halves, gate_words, up_codes, up_halves, up_words, x, norm, scale, out,
+            y.shape[1] - 1, first, gates, ups,
         )  # fmt: skip
         # Lane k takes total k, so that one evaluation of the sigmoid serves them all.
         gate = float32(0.0)
         up = float32(0.0)
         for k in places:
-            if lane == k:
-                gate = gates[k]
-                up = ups[k]
+            gate = gates[k] if lane == k else gate
+            up = ups[k] if lane == k else up
         row = first + lane % tile
         of = out + lane // tile
         if lane < n_sums and row < y.shape[0] and of < y.shape[1]:
             y[row, of] = gate * sigmoid_f32(gate) * up
 
-    mul_mat_swiglu.name = f"mul_mat_swiglu_{suffix(quantisations, tile, outputs)}"
+    mul_mat_swiglu.name = f"mul_mat_swiglu_{suffix(quantisations, tile, outputs, normed=normed)}"
     return mul_mat_swiglu
 
 
-def mul_mats(quantisations: Quantisations, tile: int, outputs: int | None = None) -> Kernel:
+def mul_mats(
+    quantisations: Quantisations, tile: int, outputs: int | None = None, *, normed: bool = False
+) -> Kernel:
     """As a ``mul_mat`` for each of 2 to ``MAX_PRODUCTS`` matrices, of one x. Grid: (sum of n_out, ceil(n_rows / tile)).
 
-    With ``outputs``: (sum of ceil(n_out / outputs), ...).
-    Parameters: codes_i, halves_i, words_i of each matrix; x [n_rows, n_in]; y_i [n_rows, n_out of the matrix].
+    With ``outputs``: (sum of ceil(n_out / outputs), ...). ``normed``: as ``rms_norm`` of one row, then they.
+    Parameters: codes_i, halves_i, words_i of each matrix; x [n_rows, n_in]; norm [1, n_in] and eps, not read unless
+    ``normed``; y_i [n_rows, n_out of the matrix].
     """
-    return _MUL_MATS[len(quantisations)](quantisations, tile, outputs)
+    return _MUL_MATS[len(quantisations)](quantisations, tile, outputs, normed=normed)
 
 
 @functools.cache
-def _mul_mat_2(quantisations: Quantisations, tile: int, outputs: int | None) -> Kernel:
-    column_0, column_1 = (product(quantisation, tile, outputs) for quantisation in quantisations)
+def _mul_mat_2(quantisations: Quantisations, tile: int, outputs: int | None, *, normed: bool) -> Kernel:
+    column_0, column_1 = (
+        product(quantisation, tile, outputs, normed=normed) for quantisation in quantisations
+    )
 
+    scale_of_x = scale_of(pairs=outputs is not None, normed=normed)
     width = outputs or 1
 
     @kernel(**_launched(quantisations, tile, outputs))
@@ -139,25 +159,31 @@ def _mul_mat_2(quantisations: Quantisations, tile: int, outputs: int | None) -> 
         halves_1: u16_2d,
         words_1: u32_2d,
         x: f32_2d,
+        norm: f32_2d,
         y_0: f32_2d,
         y_1: f32_2d,
+        eps: f32,
     ) -> None:
         block = cuda.blockIdx.x
         first = cuda.blockIdx.y * tile
+        scale = scale_of_x(x, first, eps)
         end_0 = (y_0.shape[1] + width - 1) // width
         if block < end_0:
-            column_0(codes_0, halves_0, words_0, x, y_0, block * width, first)
+            column_0(codes_0, halves_0, words_0, x, norm, scale, y_0, block * width, first)
         else:
-            column_1(codes_1, halves_1, words_1, x, y_1, (block - end_0) * width, first)
+            column_1(codes_1, halves_1, words_1, x, norm, scale, y_1, (block - end_0) * width, first)
 
-    mul_mat_2.name = f"mul_mat_2_{suffix(quantisations, tile, outputs)}"
+    mul_mat_2.name = f"mul_mat_2_{suffix(quantisations, tile, outputs, normed=normed)}"
     return mul_mat_2
 
 
 @functools.cache
-def _mul_mat_3(quantisations: Quantisations, tile: int, outputs: int | None) -> Kernel:
-    column_0, column_1, column_2 = (product(quantisation, tile, outputs) for quantisation in quantisations)
+def _mul_mat_3(quantisations: Quantisations, tile: int, outputs: int | None, *, normed: bool) -> Kernel:
+    column_0, column_1, column_2 = (
+        product(quantisation, tile, outputs, normed=normed) for quantisation in quantisations
+    )
 
+    scale_of_x = scale_of(pairs=outputs is not None, normed=normed)
     width = outputs or 1
 
     @kernel(**_launched(quantisations, tile, outputs))
@@ -173,31 +199,35 @@ def _mul_mat_3(quantisations: Quantisations, tile: int, outputs: int | None) -> 
         halves_2: u16_2d,
         words_2: u32_2d,
         x: f32_2d,
+        norm: f32_2d,
         y_0: f32_2d,
         y_1: f32_2d,
         y_2: f32_2d,
+        eps: f32,
     ) -> None:
         block = cuda.blockIdx.x
         first = cuda.blockIdx.y * tile
+        scale = scale_of_x(x, first, eps)
         end_0 = (y_0.shape[1] + width - 1) // width
         end_1 = end_0 + (y_1.shape[1] + width - 1) // width
         if block < end_0:
-            column_0(codes_0, halves_0, words_0, x, y_0, block * width, first)
+            column_0(codes_0, halves_0, words_0, x, norm, scale, y_0, block * width, first)
         elif block < end_1:
-            column_1(codes_1, halves_1, words_1, x, y_1, (block - end_0) * width, first)
+            column_1(codes_1, halves_1, words_1, x, norm, scale, y_1, (block - end_0) * width, first)
         else:
-            column_2(codes_2, halves_2, words_2, x, y_2, (block - end_1) * width, first)
+            column_2(codes_2, halves_2, words_2, x, norm, scale, y_2, (block - end_1) * width, first)
 
-    mul_mat_3.name = f"mul_mat_3_{suffix(quantisations, tile, outputs)}"
+    mul_mat_3.name = f"mul_mat_3_{suffix(quantisations, tile, outputs, normed=normed)}"
     return mul_mat_3
 
 
 @functools.cache
-def _mul_mat_4(quantisations: Quantisations, tile: int, outputs: int | None) -> Kernel:
+def _mul_mat_4(quantisations: Quantisations, tile: int, outputs: int | None, *, normed: bool) -> Kernel:
     column_0, column_1, column_2, column_3 = (
-        product(quantisation, tile, outputs) for quantisation in quantisations
+        product(quantisation, tile, outputs, normed=normed) for quantisation in quantisations
     )
 
+    scale_of_x = scale_of(pairs=outputs is not None, normed=normed)
     width = outputs or 1
 
     @kernel(**_launched(quantisations, tile, outputs))
@@ -222,26 +252,29 @@ def _mul_mat_4(quantisations: Quantisations, tile: int, outputs: int | None) -> 
         halves_3: u16_2d,
         words_3: u32_2d,
         x: f32_2d,
+        norm: f32_2d,
         y_0: f32_2d,
         y_1: f32_2d,
         y_2: f32_2d,
         y_3: f32_2d,
+        eps: f32,
     ) -> None:
         block = cuda.blockIdx.x
         first = cuda.blockIdx.y * tile
+        scale = scale_of_x(x, first, eps)
         end_0 = (y_0.shape[1] + width - 1) // width
         end_1 = end_0 + (y_1.shape[1] + width - 1) // width
         end_2 = end_1 + (y_2.shape[1] + width - 1) // width
         if block < end_0:
-            column_0(codes_0, halves_0, words_0, x, y_0, block * width, first)
+            column_0(codes_0, halves_0, words_0, x, norm, scale, y_0, block * width, first)
         elif block < end_1:
-            column_1(codes_1, halves_1, words_1, x, y_1, (block - end_0) * width, first)
+            column_1(codes_1, halves_1, words_1, x, norm, scale, y_1, (block - end_0) * width, first)
         elif block < end_2:
-            column_2(codes_2, halves_2, words_2, x, y_2, (block - end_1) * width, first)
+            column_2(codes_2, halves_2, words_2, x, norm, scale, y_2, (block - end_1) * width, first)
         else:
-            column_3(codes_3, halves_3, words_3, x, y_3, (block - end_2) * width, first)
+            column_3(codes_3, halves_3, words_3, x, norm, scale, y_3, (block - end_2) * width, first)
 
-    mul_mat_4.name = f"mul_mat_4_{suffix(quantisations, tile, outputs)}"
+    mul_mat_4.name = f"mul_mat_4_{suffix(quantisations, tile, outputs, normed=normed)}"
     return mul_mat_4
 
 

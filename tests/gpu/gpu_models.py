@@ -90,7 +90,8 @@ def memory(report: Report) -> None:
                 seconds = time.perf_counter() - started
                 after = device.memory_info().free
                 clean = engine.check_integrity() == [] and engine.findings == []
-            detail = f"{before - after} bytes grew in {n_decodes:,} decodes ({seconds:.1f} s), {len(engine.findings)} findings"
+            grown = f"{before - after} bytes grew in {n_decodes:,} decodes ({seconds:.1f} s)"
+            detail = f"{grown}, {len(engine.findings)} findings"
             # Tables of graphs come and go; the driver takes memory for itself in pieces of 2 MiB.
             report.check(f"memory {check}", clean and before - after <= 4 << 20, detail)
             left = device.memory_info().free

@@ -17,6 +17,7 @@ from refengine.kernels import (
     HEAD_DIMS,
     JOINED_FORMS,
     NORM_WARPS,
+    NORMED_GROUPS,
     PRODUCT_FORMS,
     ROPE_STORES,
     STATE_SIZES,
@@ -375,27 +376,61 @@ def _joined_product_cases(rng: np.random.Generator) -> Iterator[Case]:
             {**_behind("gate", gate), **_behind("up", up), **rows, "index": index, "y": poisoned((2, 2, 10))},
             {"y": elementwise.swiglu_f64(*products)},
         )  # fmt: skip
-    for tile, outputs in JOINED_FORMS:
+    for form in JOINED_FORMS:
         for group in grouped(FORMATS):
-            arguments: dict[str, Any] = {}
-            expected = {}
-            for i, quantisation in enumerate(group):
-                weights, dense = _matrix(rng, quantisation, 5 + 9 * i, n_in)
-                weights, rows = _in_form(outputs, quantisation, weights, x)
-                arguments |= {f"{name}_{i}": array for name, array in weights.items()} | rows
-                arguments[f"y_{i}"] = poisoned((6, len(dense)))
-                expected[f"y_{i}"] = mul_mat_f64(x, dense)
-            grid = (sum(-(-y.shape[1] // (outputs or 1)) for y in expected.values()), -(-6 // tile))
-            yield Case(mul_mats(group, tile, outputs), grid, arguments, expected)
+            yield _products_case(rng, group, form, x)
         for pair in in_pairs(FORMATS):
-            (gate, gates_dense), (up, ups_dense) = (_matrix(rng, kind, 30, n_in) for kind in pair)
-            gate, rows = _in_form(outputs, pair[0], gate, x / 16)
-            up, _ = _in_form(outputs, pair[1], up, x)
-            arguments = {"y": poisoned((6, 30)), **rows, **_behind("gate", gate), **_behind("up", up)}
-            yield Case(
-                mul_mat_swiglu(pair, tile, outputs), (-(-30 // (outputs or 1)), -(-6 // tile)), arguments,
-                {"y": mul_mat_swiglu_f64(x / 16, gates_dense, ups_dense)},
-            )  # fmt: skip
+            yield _swiglu_case(rng, pair, form, x / 16)
+    weight = rng.standard_normal(n_in).astype(np.float32)
+    for names in NORMED_GROUPS:
+        group = tuple(gguf.GGMLQuantizationType[name] for name in names)
+        yield _products_case(rng, group, (1, WIDE), x[:1], weight)
+        if len(group) == 2:
+            yield _swiglu_case(rng, group, (1, WIDE), x[:1], weight / 16)
+
+
+Form = tuple[int, int | None]
+
+
+def _rows_of(x: Any, norm_weight: Any, outputs: int | None) -> tuple[dict[str, Any], Any]:
+    """Arguments for x with a norm or none, and what is multiplied."""
+    given = {"x": x, "norm": np.full_like(x, np.nan) if norm_weight is None else norm_weight[None]}
+    if outputs is not None:
+        given = {name: array.view(np.uint64) for name, array in given.items()}
+    return {**given, "eps": 1e-5}, x if norm_weight is None else norm.rms_norm_f64(x, norm_weight, 1e-5)
+
+
+def _products_case(
+    rng: np.random.Generator, group: tuple[Any, ...], form: Form, x: Any, norm_weight: Any = None
+) -> Case:
+    tile, outputs = form
+    arguments, rows = _rows_of(x, norm_weight, outputs)
+    expected = {}
+    for i, quantisation in enumerate(group):
+        weights, dense = _matrix(rng, quantisation, 5 + 9 * i, x.shape[1])
+        weights, _ = _in_form(outputs, quantisation, weights, x)
+        arguments |= {f"{name}_{i}": array for name, array in weights.items()}
+        arguments[f"y_{i}"] = poisoned((len(x), len(dense)))
+        expected[f"y_{i}"] = mul_mat_f64(rows, dense)
+    grid = (sum(-(-y.shape[1] // (outputs or 1)) for y in expected.values()), -(-len(x) // tile))
+    kernel = mul_mats(group, tile, outputs, normed=norm_weight is not None)
+    return Case(kernel, grid, arguments, expected)
+
+
+def _swiglu_case(
+    rng: np.random.Generator, pair: tuple[Any, ...], form: Form, x: Any, norm_weight: Any = None
+) -> Case:
+    tile, outputs = form
+    (gate, gates_dense), (up, ups_dense) = (_matrix(rng, kind, 30, x.shape[1]) for kind in pair)
+    gate, _ = _in_form(outputs, pair[0], gate, x)
+    up, _ = _in_form(outputs, pair[1], up, x)
+    arguments, rows = _rows_of(x, norm_weight, outputs)
+    return Case(
+        mul_mat_swiglu(pair, tile, outputs, normed=norm_weight is not None),
+        (-(-30 // (outputs or 1)), -(-len(x) // tile)),
+        {"y": poisoned((len(x), 30)), **arguments, **_behind("gate", gate), **_behind("up", up)},
+        {"y": mul_mat_swiglu_f64(rows, gates_dense, ups_dense)},
+    )
 
 
 def _matrix_cases(rng: np.random.Generator, quantisation: Any) -> Iterator[Case]:

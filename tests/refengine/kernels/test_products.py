@@ -1,5 +1,7 @@
 """Joined products: the bits of the kernels that they stand for, whatever formats, heights and rows meet."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from engines import Array, Bench, poisoned, same_bits
@@ -38,6 +40,11 @@ def inputs(rng: np.random.Generator, n_rows: int, n: int) -> Array:
     return rng.standard_normal((n_rows, n)).astype(np.float32)
 
 
+def plain(x: Array) -> dict[str, Any]:
+    """Arguments for x without a norm: what stands for the norm is not read."""
+    return {"x": x, "norm": np.full_like(x, np.nan), "eps": np.nan}
+
+
 def elementwise(kernel, a: Array, b: Array) -> Array:
     names = [name for name in kernel.signature if name != "y"]
     arrays = dict(zip(names, (a.reshape(-1), b.reshape(-1)), strict=True))
@@ -74,7 +81,7 @@ def test_gate_and_up(tile: int, names: tuple[str, str], n_out: int, n_rows: int,
     x, y = inputs(rng, n_rows, 256 * units), poisoned((n_rows, n_out))
     grid = (n_out, -(-n_rows // tile))
     kernel = mul_mat_swiglu((gate.type, up.type), tile)
-    found = Bench().run(kernel, grid, **gate.named("gate_{}"), **up.named("up_{}"), x=x, y=y)["y"]
+    found = Bench().run(kernel, grid, **gate.named("gate_{}"), **up.named("up_{}"), **plain(x), y=y)["y"]
     assert same_bits(found, elementwise(swiglu, gate.times(x, tile), up.times(x, tile)))
 
 
@@ -91,7 +98,7 @@ def test_products_of_one_x(
     rng = np.random.default_rng(seed)
     matrices = [Matrix(name, n, 256 * units, rng) for name, n in zip(names, heights, strict=False)]
     x = inputs(rng, n_rows, 256 * units)
-    arguments = {"x": x}
+    arguments = plain(x)
     for i, matrix in enumerate(matrices):
         arguments |= matrix.named(f"{{}}_{i}") | {f"y_{i}": poisoned((n_rows, matrix.n_out))}
     kernel = mul_mats(tuple(matrix.type for matrix in matrices), tile)
@@ -108,7 +115,7 @@ def test_a_nan_stays_in_its_row():
     x[2, 40] = np.nan
     arguments = {**gate.named("gate_{}"), **up.named("up_{}")}
     y = Bench().run(
-        mul_mat_swiglu((gate.type, up.type), TILE), (3, 1), **arguments, x=x, y=poisoned((TILE, 3))
+        mul_mat_swiglu((gate.type, up.type), TILE), (3, 1), **arguments, **plain(x), y=poisoned((TILE, 3))
     )
     assert np.isnan(y["y"][2]).all()
     assert np.isfinite(np.delete(y["y"], 2, axis=0)).all()

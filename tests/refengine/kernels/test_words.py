@@ -11,12 +11,14 @@ from kernel_cases import packed, random_blocks, wide_matrix
 
 from refengine.kernels.experts import experts_swiglu, mul_mat_experts
 from refengine.kernels.mul_mat import TILE, WIDE_TILE, mul_mat
+from refengine.kernels.norm import rms_norm
 from refengine.kernels.products import mul_mat_add, mul_mat_swiglu, mul_mats
 from refengine.kernels.quants import FORMATS
 
 QUANTS = {quant.name: quant for quant in FORMATS}
 #: rows of x and outputs of one warp
 SHAPES = ((1, 1), (1, 4), (WIDE_TILE, 2), (3, 1))
+EPS = 1e-6
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -100,21 +102,28 @@ class Both:
     def normal(self, *shape: int) -> Array:
         return self.rng.standard_normal(shape).astype(np.float32)
 
-    def arguments(self, outputs: int | None) -> dict[str, Array]:
-        found: dict[str, Array] = {"x": self.x if outputs is None else self.x.view(np.uint64)}
+    def arguments(self, outputs: int | None, norm: Array | None = None) -> dict[str, Any]:
+        """``norm``: for kernels that can norm x; NaN where they do not."""
+        rows = {"x": self.x} if norm is None else {"x": self.x, "norm": norm}
+        found: dict[str, Any] = rows if outputs is None else {k: a.view(np.uint64) for k, a in rows.items()}
+        if norm is not None:
+            found["eps"] = EPS
         for pattern, (kind, arrays) in self.matrices.items():
             shown = arrays if outputs is None else wide_matrix(kind, arrays)
             found |= {pattern.format(name): array for name, array in shown.items()}
         return found
 
 
-def check_forms(both: Both, make: Any, heights: tuple[int, ...], rest: dict[str, Array]) -> None:
+def check_forms(
+    both: Both, make: Any, heights: tuple[int, ...], rest: dict[str, Array], *, can_norm: bool = True
+) -> None:
     """Every form of a kernel, ``make(tile, outputs)``, writes the same bits."""
+    norm = np.full_like(both.x, np.nan) if can_norm else None
     n_rows = len(both.x)
     wanted: dict[str, Array] = {}
     for tile, outputs in ((1, None), (TILE, None), (1, 3), (2, 2)):
         grid = (sum(-(-n // (outputs or 1)) for n in heights), -(-n_rows // tile))
-        found = Bench().run(make(tile, outputs), grid, **both.arguments(outputs), **rest)
+        found = Bench().run(make(tile, outputs), grid, **both.arguments(outputs, norm), **rest)
         wanted = wanted or found
         for name, array in wanted.items():
             assert not np.isnan(array).any()
@@ -124,7 +133,7 @@ def check_forms(both: Both, make: Any, heights: tuple[int, ...], rest: dict[str,
 def test_a_product_and_its_residual():
     both = Both({"{}": "Q4_1"}, (7,), 32 * 11, 5)
     rest = {"r": both.normal(5, 7), "y": poisoned((5, 7))}
-    check_forms(both, lambda *form: mul_mat_add(QUANTS["Q4_1"], *form), (7,), rest)
+    check_forms(both, lambda *form: mul_mat_add(QUANTS["Q4_1"], *form), (7,), rest, can_norm=False)
 
 
 def test_gate_and_up():
@@ -140,6 +149,37 @@ def test_products_of_one_x(names: tuple[str, ...]):
     rest = {f"y_{i}": poisoned((5, n)) for i, n in enumerate(heights)}
     kinds = tuple(QUANTS[name] for name in names)
     check_forms(both, lambda *form: mul_mats(kinds, *form), heights, rest)
+
+
+@pytest.mark.parametrize("blocks", [1, 9])
+def test_a_norm_on_the_way_has_the_bits_of_the_norm(blocks: int):
+    """In front of two and more products, and of gate and up, in either form."""
+    heights = (7, 3)
+    both = Both({"{}_0": "Q4_1", "{}_1": "F16"}, heights, 32 * blocks, 1)
+    joined = Both({"gate_{}": "Q4_1", "up_{}": "F16"}, (7, 7), 32 * blocks, 1)
+    kinds = (QUANTS["Q4_1"], QUANTS["F16"])
+    norm = both.normal(1, 32 * blocks)
+    outs = {f"y_{i}": poisoned((1, n)) for i, n in enumerate(heights)}
+    for matrices, kernel, tall, rest in (
+        (both, mul_mats, heights, outs),
+        (joined, mul_mat_swiglu, (7,), {"y": poisoned((1, 7))}),
+    ):
+        plain, matrices.x = matrices.x, normed_row(matrices.x, norm)
+        grid = (sum(tall), 1)
+        nothing = np.full_like(norm, np.nan)
+        wanted = Bench().run(kernel(kinds, 1), grid, **matrices.arguments(None, nothing), **rest)
+        matrices.x = plain
+        for outputs in (None, 2):
+            grid = (sum(-(-n // (outputs or 1)) for n in tall), 1)
+            made = kernel(kinds, 1, outputs, normed=True)
+            found = Bench().run(made, grid, **matrices.arguments(outputs, norm), **rest)
+            for name, array in wanted.items():
+                assert not np.isnan(array).any()
+                assert same_bits(found[name], array), (outputs, name)
+
+
+def normed_row(x: Array, norm: Array) -> Array:
+    return Bench().run(rms_norm(), 1, x=x, weight=norm[0], y=poisoned(x.shape), eps=EPS)["y"]
 
 
 @pytest.mark.parametrize("n_parts", [1, 2])
