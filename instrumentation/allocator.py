@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from instrumentation.devices.base import DeviceMemory
     from instrumentation.faults import Faults
     from instrumentation.findings import FindingLog
+    from instrumentation.happens_before.audit import DeviceAudit
     from instrumentation.ledger import Row, Snapshot
     from instrumentation.ownership import Owner
 
@@ -92,6 +93,10 @@ class Allocator:
         """Arenas that are reserved now."""
         with self._heap.section():
             return tuple(self._heap.arenas.values())
+
+    def watch_frees(self, audit: DeviceAudit | None) -> None:
+        """Refuse (STR012) to give up memory that queued work may still touch; None: do not."""
+        self._heap.audit = audit
 
     def reserve_arena(self, nbytes: int, *, owner: Owner, name: str) -> Reservation[Arena]:
         """Reserve ``nbytes`` bytes, rounded up to a multiple of 256, with one allocation of the driver.
@@ -194,13 +199,16 @@ class Allocator:
         errors = []
         with heap.section() as found:
             heap.closed_at = stack
-            for arena in list(heap.arenas.values()):
+            arenas = list(heap.arenas.values())
+            for arena in arenas:
                 if not arena.buffers and not arena.overlays:
                     found.append(arena.leak_locked(stack))
                 try:
                     arena.release_locked(found, stack)
                 except Exception as error:  # noqa: BLE001 - raised below, when the other arenas are released
                     errors.append(error)
+        for arena in arenas:
+            heap.forget(arena)
         if errors:
             raise errors[0]
         return found

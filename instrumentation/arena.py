@@ -175,6 +175,7 @@ class Arena:
             for buffer in self.all_buffers():
                 self.heap.require_unpinned(buffer, stack, found)
             self.release_locked(found, stack)
+        self.heap.forget(self)
 
     def release_locked(self, found: list[Finding], stack: Stack) -> None:
         """Report leaks and damage, then give the memory back; see ``release``."""

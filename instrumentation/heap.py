@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from instrumentation.buffer import Buffer
     from instrumentation.devices.base import DeviceMemory
     from instrumentation.faults import Faults
+    from instrumentation.findings import BufferFacts
+    from instrumentation.happens_before.audit import DeviceAudit
     from instrumentation.ownership import Owner
     from instrumentation.redzones import Block
 
@@ -122,6 +124,8 @@ class Heap:
         #: buffers that were freed or shared since the start: what was found of any buffer may be otherwise now
         self.changes = 0
         self.closed_at: Stack | None = None
+        #: knows what queued work may still touch, at level ``audit``
+        self.audit: DeviceAudit | None = None
         # Not re-entrant: what the garbage collector drops in the middle of a change must wait, see drain().
         self.lock = threading.Lock()
         self._serials = itertools.count(1)
@@ -255,6 +259,10 @@ class Heap:
     def free(self, buffer: Buffer) -> None:
         """See ``Buffer.free``."""
         stack = capture_stack()
+        if self.audit is not None:
+            with self.section() as found:
+                self._require_freeable(buffer, stack, found)
+            self.require_idle(f"free() of {buffer.name}", buffer.facts())
         with self.section() as found:
             self._require_freeable(buffer, stack, found)
             if self.guarded:
@@ -319,3 +327,17 @@ class Heap:
                 allocation=buffer.allocation,
             ),
         )
+
+    def require_idle(self, what: str, facts: BufferFacts) -> None:
+        """Raise STR012 when queued work may still touch memory that is about to be given up.
+
+        Not for use inside a section: the audit has a lock of its own, which comes first.
+        """
+        finding = self.audit.free_finding(what, facts) if self.audit is not None else None
+        if finding is not None:
+            self.refuse(finding)
+
+    def forget(self, arena: Arena) -> None:
+        """An arena was released. Not for use inside a section, as above."""
+        if self.audit is not None:
+            self.audit.forget(arena.driver_address, arena.driver_nbytes)

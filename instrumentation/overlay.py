@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from instrumentation.buffer import Buffer
-from instrumentation.findings import Finding, Stack, capture_stack
+from instrumentation.findings import BufferFacts, Finding, Stack, capture_stack
 from instrumentation.redzones import FREED, FRESH
 
 if TYPE_CHECKING:
@@ -60,6 +60,10 @@ class Overlay:
         assert offset == self.nbytes, (offset, self.nbytes)
         self.buffers = tuple(buffers)
 
+    def facts(self) -> BufferFacts:
+        """What a finding keeps of this layout as a whole."""
+        return BufferFacts(f"overlay {self.name}", self.owner.name, self.arena.address, self.nbytes)
+
     @property
     def active(self) -> bool:
         """Whether the arena's memory is laid out this way now."""
@@ -75,6 +79,9 @@ class Overlay:
             return
         heap = self.arena.heap
         stack = capture_stack()
+        previous = self.arena.active
+        if previous is not None and not self.released:
+            heap.require_idle(f"activate() of overlay {self.name}", previous.facts())
         with heap.section() as found:
             if self.released:
                 heap.reject(found, self._misuse("MEM004", "use of a released overlay", "activate()", stack))
@@ -96,6 +103,8 @@ class Overlay:
         """
         heap = self.arena.heap
         stack = capture_stack()
+        if self.active and not any(buffer.pins for buffer in self.buffers):
+            heap.require_idle(f"release() of overlay {self.name}", self.facts())
         with heap.section() as found:
             if self.released:
                 heap.reject(found, self._misuse("MEM005", "double release", "release()", stack))

@@ -63,8 +63,8 @@ class EngineOptions:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        if Level.parse(self.check) > Level.GUARD:
-            raise BadInputError(f"check level {self.check} is not built yet; use off or guard")
+        if Level.parse(self.check) > Level.AUDIT:
+            raise BadInputError(f"check level {self.check} is not built yet; use off, guard or audit")
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:

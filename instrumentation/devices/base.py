@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -113,7 +113,7 @@ class Stream(Protocol):
         ...
 
     def copy_out(self, target: npt.NDArray[Any], source: View) -> None:
-        """Queue a copy to host memory, which is not valid until the stream was synchronised."""
+        """Queue a copy to host memory, which is valid when the host waited for the stream or an event behind it."""
         ...
 
     def copy(self, target: View, source: View) -> None:
@@ -177,6 +177,16 @@ class Device(DeviceMemory, Protocol):
 
     def create_event(self, *, owner: Owner, name: str) -> Event:
         """A new event of ``owner``."""
+        ...
+
+    def host_access(
+        self,
+        array: npt.NDArray[Any],
+        use: Literal["read", "write", "free"] = "read",
+        *,
+        owner: Owner | None = None,
+    ) -> None:
+        """Say that the host is about to use an array that copies were queued with; refused while one is under way."""
         ...
 
     def synchronize(self) -> None:

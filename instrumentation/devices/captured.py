@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 from instrumentation.devices.monitor import Access, Standing, launch_accesses
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from instrumentation.devices.launch import Launch
     from instrumentation.devices.watched import WatchedDevice
+    from instrumentation.happens_before.footprint import Footprint
 
 
 class CapturedGraph:
@@ -20,7 +21,10 @@ class CapturedGraph:
         self.device = device
         self.name = name
         self.destroyed = False
-        self._launches = len(launches)
+        #: what a finding behind a replay can be blamed on
+        self.captured = tuple(launches)
+        #: all that its launches touch, as the audit of order keeps it; made at the first replay
+        self.footprint: Footprint | None = None
         accesses: dict[tuple[int, str], Access] = {}
         for launch in launches:
             for access in launch_accesses(launch):
@@ -43,7 +47,12 @@ class CapturedGraph:
     @property
     def launches(self) -> int:
         """Number of captured launches."""
-        return self._launches
+        return len(self.captured)
+
+    def every_access(self) -> Iterator[Access]:
+        """What each launch accesses, in order."""
+        for launch in self.captured:
+            yield from launch_accesses(launch)
 
     def destroy(self) -> None:
         """Unpin the buffers."""

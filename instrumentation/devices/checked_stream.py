@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -15,7 +16,8 @@ from instrumentation.errors import BadInputError, DeviceError
 from instrumentation.faults import FaultKind, pass_site
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from instrumentation.devices.base import Event, Graph
     from instrumentation.devices.launch import Argument, Grid, Launch
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 #: fault sites of what is no copy
 _SITE_KINDS: dict[str, FaultKind] = {"record": "event", "wait": "event", "replay": "graph"}
+_NOT_AUDITED = nullcontext()
 
 
 class CheckedEvent(ABC):
@@ -36,16 +39,30 @@ class CheckedEvent(ABC):
         self.owner = owner
         self.name = name
         self.destroyed = False
+        #: the driver's; set by the device's part, which registers it
+        self.handle: Any = None
 
     def synchronize(self) -> None:
         """Wait for what the event's stream queued before the last record."""
         if self.destroyed:
             self.device.refuse("STR001", f"synchronize of event {self.name}, which was destroyed", self.owner)
+        self.device.check_handle(self, f"event {self.name}", self.handle, self.owner, None)
         self._wait_for_record()
 
     def destroy(self) -> None:
         """Give the event up."""
-        self.destroyed = True
+        if not self.destroyed:
+            device = self.device
+            self.handle = device.given_handle(self, f"event {self.name}", self.handle, self.owner)
+            self.destroyed = True
+            device.handles.remove(self)
+            if device.audit is not None:
+                device.audit.destroyed_event(self)
+
+    def _host_waited(self) -> None:
+        """The host has waited for the last record."""
+        if self.device.audit is not None:
+            self.device.audit.host_waited_event(self)
 
     @abstractmethod
     def _wait_for_record(self) -> None: ...
@@ -65,6 +82,8 @@ class CheckedStream(ABC, Generic[P, E, G]):
         self.owner = owner
         self.name = name
         self.destroyed = False
+        #: the driver's; set by the device's part, which registers it
+        self.handle: Any = None
         self._capture: list[P] | None = None
 
     # --- the device's part
@@ -105,24 +124,30 @@ class CheckedStream(ABC, Generic[P, E, G]):
         """Queue a kernel; see ``Stream.launch``."""
         self._require_usable()
         launch = bind(kernel, grid, arguments)
-        self._admit_launch(launch)
+        accesses = self._admit_launch(launch)
         prepared = self._prepare(launch)
         if self._capture is not None:
             self._capture.append(prepared)
         else:
-            self._queue_launch(prepared)
+            with self._ordered(accesses):
+                self._queue_launch(prepared)
 
-    def _admit_launch(self, launch: Launch) -> None:
+    def _admit_launch(self, launch: Launch) -> Sequence[Access]:
+        accesses: Sequence[Access] = ()
         if self.device.monitor is not None:
-            self.device.monitor.check(launch_accesses(launch), self.owner, self.name)
+            accesses = launch_accesses(launch)
+            self.device.monitor.check(accesses, self.owner, self.name)
         if self.device.faults is not None:
             pass_site(self.device.faults, "launch", f"{launch.kernel.name} on {self.name}")
+        return accesses
 
     def copy_in(self, target: View, source: npt.NDArray[Any]) -> None:
         """Queue a copy from host memory."""
         _require_same_bytes(target, source, "copy_in")
-        self._admit("copy_in", write=target)
-        self._queue_copy_in(target, source)
+        accesses = self._admit("copy_in", write=target)
+        audit = self.device.audit
+        with _NOT_AUDITED if audit is None else audit.copy_in(self, accesses, source):
+            self._queue_copy_in(target, source)
 
     def copy_out(self, target: npt.NDArray[Any], source: View) -> None:
         """Queue a copy to host memory."""
@@ -131,8 +156,10 @@ class CheckedStream(ABC, Generic[P, E, G]):
             raise BadInputError(
                 f"copy_out of {source.name}: the target array is read-only; give a writable one"
             )
-        self._admit("copy_out", read=source)
-        self._queue_copy_out(target, source)
+        accesses = self._admit("copy_out", read=source)
+        audit = self.device.audit
+        with _NOT_AUDITED if audit is None else audit.copy_out(self, accesses, target):
+            self._queue_copy_out(target, source)
 
     def copy(self, target: View, source: View) -> None:
         """Queue a copy within the device."""
@@ -141,27 +168,31 @@ class CheckedStream(ABC, Generic[P, E, G]):
                 f"copy from {source.name} ({source.nbytes} bytes) to {target.name} ({target.nbytes} bytes): "
                 "give views of one size"
             )
-        self._admit("copy", read=source, write=target)
-        self._queue_copy(target, source)
+        with self._ordered(self._admit("copy", read=source, write=target)):
+            self._queue_copy(target, source)
 
     def fill(self, target: View, value: int) -> None:
         """Queue setting every byte of a view."""
         if not isinstance(value, int) or not 0 <= value <= 255:
             raise BadInputError(f"fill of {target.name} with {value!r}; give a byte, 0 to 255")
-        self._admit("fill", write=target)
-        self._queue_fill(target, value)
+        with self._ordered(self._admit("fill", write=target)):
+            self._queue_fill(target, value)
 
     def record(self, event: Event) -> None:
         """Queue a mark."""
         own = self._own_event(event, "record")
         self._admit("record")
         self._queue_record(own)
+        if self.device.audit is not None:
+            self.device.audit.recorded(self, own)
 
     def wait(self, event: Event) -> None:
         """Let what is queued from here on wait for the event's last record."""
         own = self._own_event(event, "wait")
         self._admit("wait")
         self._queue_wait(own)
+        if self.device.audit is not None:
+            self.device.audit.waits(self, own)
 
     # --- graphs
 
@@ -199,11 +230,34 @@ class CheckedStream(ABC, Generic[P, E, G]):
             self.device.monitor.check_standing(graph.standing, self.owner, self.name)
         self._admit("replay")
         own: Any = graph  # one of this device is of its kind
-        self._queue_replay(own)
+        audit = self.device.audit
+        with _NOT_AUDITED if audit is None else audit.replay(self, graph):
+            self._queue_replay(own)
 
     # --- checks
 
-    def _admit(self, what: str, *, read: View | None = None, write: View | None = None) -> None:
+    def _ordered(self, accesses: Sequence[Access]) -> AbstractContextManager[None]:
+        """Around what queues an operation: refuses it when nothing orders it, keeps it when it was queued."""
+        audit = self.device.audit
+        return _NOT_AUDITED if audit is None else audit.operation(self, accesses)
+
+    def _host_waited(self) -> None:
+        """The host has waited for all that is queued, or it will never run."""
+        if self.device.audit is not None:
+            self.device.audit.host_waited_stream(self)
+
+    def _restore_handle(self) -> None:
+        """The stream is about to be destroyed: by the handle that was given for it."""
+        self.handle = self.device.given_handle(self, f"stream {self.name}", self.handle, self.owner)
+
+    def _forget(self) -> None:
+        """The stream was waited for and destroyed."""
+        self.destroyed = True
+        self.device.handles.remove(self)
+        if self.device.audit is not None:
+            self.device.audit.destroyed_stream(self)
+
+    def _admit(self, what: str, *, read: View | None = None, write: View | None = None) -> list[Access]:
         self._require_usable()
         if self._capture is not None:
             raise DeviceError(f"stream {self.name}: {what} during capture; only launches can be captured")
@@ -215,6 +269,10 @@ class CheckedStream(ABC, Generic[P, E, G]):
             view = read if write is None else write
             named = what if view is None else f"{what} of {view.name}"
             pass_site(self.device.faults, _SITE_KINDS.get(what, "copy"), f"{named} on {self.name}")
+        if self.device.audit is None:
+            return ()
+        modes: tuple[tuple[View | None, Mode], ...] = ((read, "read"), (write, "write"))
+        return [Access(what, view, mode) for view, mode in modes if view is not None]
 
     def _admit_access(self, what: str, view: View, mode: Mode) -> None:
         monitor = self.device.monitor
@@ -228,6 +286,7 @@ class CheckedStream(ABC, Generic[P, E, G]):
             self.device.refuse(
                 "STR001", f"stream {self.name} of {self.owner} was destroyed", self.owner, self.name
             )
+        self.device.check_handle(self, f"stream {self.name}", self.handle, self.owner, self.name)
 
     def _own_event(self, event: Event, what: str) -> E:
         if not isinstance(event, CheckedEvent) or event.device is not self.device:
@@ -238,6 +297,7 @@ class CheckedStream(ABC, Generic[P, E, G]):
             self.device.refuse(
                 "STR001", f"{what} of event {event.name}, which was destroyed", self.owner, self.name
             )
+        self.device.check_handle(event, f"{what}: event {event.name}", event.handle, event.owner, self.name)
         own: Any = event  # as above
         return own  # type: ignore[no-any-return]
 

@@ -34,6 +34,7 @@ class CudaDevice(CudaMemory, WatchedDevice):
     kind = "CUDA"
     wide_loads = True
     behind_bus = True
+    stages_copies = True
 
     def __init__(
         self, ordinal: int = 0, *, driver: Driver | None = None, compile_kernel: Compile = compile_image
@@ -59,6 +60,11 @@ class CudaDevice(CudaMemory, WatchedDevice):
         """Wait for every stream."""
         for stream in list(self.streams):
             stream.synchronize()
+
+    @property
+    def lost(self) -> bool:
+        """Whether the device failed for good, so that nothing that is queued will run."""
+        return self.context.lost is not None
 
     def _before_release(self) -> None:
         if any(stream.pending for stream in self.streams):

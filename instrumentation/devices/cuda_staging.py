@@ -58,6 +58,8 @@ class Staging:
         self._segments: list[Segment] = []
         self._current = -1
         self._landings: deque[_Landing] = deque()
+        #: pieces of copies out that were queued, ever
+        self.n_queued = 0
 
     def copy_in(self, target: int, source: Bytes) -> None:
         """Queue a copy to device memory; ``source`` may change when this returns."""
@@ -81,16 +83,22 @@ class Staging:
             segment.used += count
             self._driver.copy_out(at, source + done, count, self._stream)
             self._landings.append(_Landing(segment, piece, target[done : done + count]))
+            self.n_queued += 1
             done += count
 
     def land(self) -> None:
         """Put what came where it belongs: the stream was synchronised."""
-        while self._landings:
-            landing = self._landings.popleft()
-            landing.target[:] = landing.source
+        self.land_first(self.n_queued)
         for segment in self._segments:
             segment.used = 0
             segment.in_flight = False
+
+    def land_first(self, count: int) -> None:
+        """As ``land`` for the first ``count`` pieces ever queued: an event behind them was waited for."""
+        waiting = count - (self.n_queued - len(self._landings))
+        for _ in range(waiting):
+            landing = self._landings.popleft()
+            landing.target[:] = landing.source
 
     def drop(self) -> None:
         """Forget what is under way: it will never come."""

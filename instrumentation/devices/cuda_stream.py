@@ -42,11 +42,18 @@ class CudaEvent(CheckedEvent):
         self._calls = device.context.calls(f"event {name} of {owner}")
         with self._calls:
             self.handle = device.context.driver.create_event()
+        device.handles.add(self, self.handle)
+        #: where it was recorded last, and how many pieces of copies out had been queued there
+        self.stream: CudaStream | None = None
+        self.landings = 0
 
     def _wait_for_record(self) -> None:
         # An event that was never recorded is done, for the driver too.
         with self._calls:
             self.device.context.driver.synchronize_event(self.handle)
+            if self.stream is not None:
+                self.stream.staging.land_first(self.landings)
+        self._host_waited()
 
     def destroy(self) -> None:
         """Give the event up."""
@@ -63,9 +70,7 @@ class CudaGraph(CapturedGraph):
     device: CudaDevice
 
     def __init__(self, stream: CudaStream, name: str, launches: list[PreparedLaunch]) -> None:
-        #: what a finding behind a replay can be blamed on
-        self.captured = tuple(prepared.launch for prepared in launches)
-        super().__init__(stream.device, name, self.captured)
+        super().__init__(stream.device, name, [prepared.launch for prepared in launches])
         self._calls = stream.device.context.calls(f"graph {name}")
         self.table: RegionTable | None = None
         self._table_address = 0
@@ -140,6 +145,7 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
         self._failure: Exception | None = None
         with device.context.calls(f"stream {name} of {owner}"):
             self.handle = self._driver.create_stream()
+        device.handles.add(self, self.handle)
         self.staging = Staging(self._driver, self.handle)
 
     # --- launches
@@ -154,8 +160,8 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
     def launch_prepared(self, prepared: PreparedLaunch) -> None:
         """Queue a prepared launch, after the checks that can have another result by now."""
         self._require_usable()
-        self._admit_launch(prepared.launch)
-        self._queue_launch(prepared)
+        with self._ordered(self._admit_launch(prepared.launch)):
+            self._queue_launch(prepared)
 
     def _prepare(self, launch: Launch) -> PreparedLaunch:
         return PreparedLaunch(launch, self.device.context.function(launch.kernel))
@@ -215,6 +221,7 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
     def _queue_record(self, event: CudaEvent) -> None:
         with self._calls:
             self._driver.record(event.handle, self.handle)
+            event.stream, event.landings = self, self.staging.n_queued
 
     def _queue_wait(self, event: CudaEvent) -> None:
         with self._calls:
@@ -254,11 +261,13 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
     def drain(self) -> None:
         """Wait, let copies land and report damage. What a callback of the findings raises waits for ``synchronize``."""
         if not self.pending:
+            self._host_waited()
             return
         with self._calls:
             self._driver.synchronize_stream(self.handle)
             self.pending = False
             self.staging.land()
+        self._host_waited()
         if self._checks is not None:
             failure = self._checks.collect()
             self._failure = self._failure or failure
@@ -271,6 +280,7 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
         """Forget what is queued: the device is lost, and with it what the work should have done."""
         self.pending = False
         self.staging.drop()
+        self._host_waited()
         if self._checks is not None:
             self._checks.drop()
 
@@ -279,11 +289,12 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
         if self.destroyed:
             return
         self.abandon_capture()
+        self._restore_handle()
         try:
             self.synchronize()
         finally:
-            self.destroyed = True
             self.device.streams.pop(self, None)
+            self._forget()
             if self.device.context.lost is None:
                 self._release()
 

@@ -34,6 +34,7 @@ class HostDevice(HostMemory, WatchedDevice):
     kind = "host"
     wide_loads = False
     behind_bus = False
+    stages_copies = False
 
     def __init__(self, threads: int | None = None) -> None:
         HostMemory.__init__(self)

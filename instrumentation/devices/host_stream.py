@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 #: queued work; returns what a callback of the findings raised meanwhile
 Operation: TypeAlias = Callable[[], Exception | None]
+_handles = itertools.count(0x1000)
 
 
 class HostEvent(CheckedEvent):
@@ -29,24 +30,30 @@ class HostEvent(CheckedEvent):
 
     def __init__(self, device: HostDevice, owner: Owner, name: str) -> None:
         super().__init__(device, owner, name)
+        self.handle = next(_handles)
+        device.handles.add(self, self.handle)
         self.stream: HostStream | None = None
         #: operations of ``stream`` that were queued up to the record, the record included
         self.mark = 0
 
     def _wait_for_record(self) -> None:
-        if self.stream is not None:
-            self.stream.run_until(self.mark)
+        try:
+            if self.stream is not None:
+                self.stream.run_until(self.mark)
+        finally:
+            # What did not run was dropped.
+            self._host_waited()
 
 
 class HostStream(CheckedStream[PreparedLaunch, HostEvent, HostGraph]):
     """A queue of operations, run in order when somebody waits."""
 
     device: HostDevice
-    _handles = itertools.count(0x1000)
 
     def __init__(self, device: HostDevice, owner: Owner, name: str) -> None:
         super().__init__(device, owner, name)
-        self.handle = next(self._handles)
+        self.handle = next(_handles)
+        device.handles.add(self, self.handle)
         self._queue: deque[PreparedLaunch | Operation] = deque()
         self._queued = 0
 
@@ -103,7 +110,11 @@ class HostStream(CheckedStream[PreparedLaunch, HostEvent, HostGraph]):
     def synchronize(self) -> None:
         """Run everything queued so far."""
         self._require_usable()
-        self.run_until(self._queued)
+        try:
+            self.run_until(self._queued)
+        finally:
+            # What did not run was dropped.
+            self._host_waited()
 
     def run_until(self, mark: int) -> None:
         """Run queued operations until ``mark`` of them, counted since the stream began, are done.
@@ -145,9 +156,10 @@ class HostStream(CheckedStream[PreparedLaunch, HostEvent, HostGraph]):
         """Run what is queued, then give the stream up."""
         if not self.destroyed:
             self.abandon_capture()
+            self._restore_handle()
             self.synchronize()
-            self.destroyed = True
             self.device.streams.discard(self)
+            self._forget()
 
 
 def _nothing() -> None:

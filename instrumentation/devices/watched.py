@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+import numpy as np
 
 from instrumentation.devices.monitor import AccessMonitor
+from instrumentation.devices.registry import HandleRegistry
+from instrumentation.errors import BadInputError
 from instrumentation.findings import Finding, capture_stack
+from instrumentation.happens_before.audit import DeviceAudit
 from instrumentation.levels import Level
 from instrumentation.reports.text import refused
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from instrumentation.allocator import Allocator
     from instrumentation.faults import Faults
     from instrumentation.findings import FindingLog
+    from instrumentation.happens_before.audit import HostUse
     from instrumentation.ownership import Owner
 
 
@@ -21,12 +29,18 @@ class WatchedDevice:
 
     #: which kind of device this is, for people
     kind: ClassVar[str]
+    #: whether ``copy_in`` has taken what it needs of the host array when it returns
+    stages_copies: ClassVar[bool]
     name: str
 
     def __init__(self) -> None:
         #: whose canaries are compared; None below level ``guard``
         self.allocator: Allocator | None = None
         self.monitor: AccessMonitor | None = None
+        #: which work is ordered; None below level ``audit``
+        self.audit: DeviceAudit | None = None
+        #: handles of streams and events, compared from level ``guard`` on
+        self.handles = HandleRegistry()
         self.findings: FindingLog | None = None
         #: which calls fail on purpose
         self.faults: Faults | None = None
@@ -37,9 +51,50 @@ class WatchedDevice:
         guarded = allocator.level >= Level.GUARD
         self.allocator = allocator if guarded else None
         self.monitor = AccessMonitor(allocator.findings, self.name) if guarded else None
+        self.audit = None
+        if allocator.level >= Level.AUDIT:
+            self.audit = DeviceAudit(self, allocator.findings)
+        allocator.watch_frees(self.audit)
+
+    def host_access(
+        self, array: npt.NDArray[Any], use: HostUse = "read", *, owner: Owner | None = None
+    ) -> None:
+        """Say that the host is about to ``read``, ``write`` or ``free`` an array that copies were queued with.
+
+        Raises ``RefusedError`` (STR013) at level ``audit`` when such a copy may still be under way.
+        """
+        if use not in ("read", "write", "free"):
+            raise BadInputError(f"host_access for {use!r}; use 'read', 'write' or 'free'")
+        if not isinstance(array, np.ndarray):
+            raise BadInputError(f"host_access of {type(array).__name__}; give a NumPy array")
+        if self.audit is not None:
+            self.audit.host_access(array, use, owner)
+
+    def check_handle(self, thing: object, what: str, handle: Any, owner: Owner, stream: str | None) -> None:
+        """Refuse (STR001) a stream or event whose handle is not what was given for it, from level ``guard`` on."""
+        if self.monitor is not None:
+            problem = self.handles.problem(thing, handle)
+            if problem is not None:
+                self.refuse("STR001", f"{what} of {owner} {problem}", owner, stream)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the device failed for good, so that nothing that is queued will run."""
+        return False
+
+    def given_handle(self, thing: object, what: str, handle: Any, owner: Owner) -> Any:
+        """The handle to destroy a stream or event by: the one that was given for it. Another one is reported."""
+        problem = self.handles.problem(thing, handle)
+        if problem is not None and self.monitor is not None:
+            self.report("STR001", f"{what} of {owner} {problem}", owner)
+        return self.handles.given(thing)
 
     def refuse(self, code: str, message: str, owner: Owner, stream: str | None = None) -> NoReturn:
         """Report and raise a finding about a stream or event."""
+        raise refused(self.report(code, message, owner, stream))
+
+    def report(self, code: str, message: str, owner: Owner, stream: str | None = None) -> Finding:
+        """Report a finding about a stream or event."""
         finding = Finding(
             code=code,
             message=message,
@@ -50,4 +105,4 @@ class WatchedDevice:
         )
         if self.findings is not None:
             self.findings.append(finding)
-        raise refused(finding)
+        return finding

@@ -23,7 +23,7 @@ def costs(report: Report) -> None:
     """Microseconds of host time until the call returns, and with the wait behind 200 of them."""
     print("| what | us a call | us with its share of the wait |")
     print("|---|---|---|")
-    for level in (Level.OFF, Level.GUARD):
+    for level in (Level.OFF, Level.GUARD, Level.AUDIT):
         with report.part(f"costs at {level}"):
             _device_costs(level)
     with report.part("costs of numba"):
