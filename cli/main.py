@@ -26,9 +26,10 @@ COMMANDS = {
     "doctor": ("cli.doctor", "doctor"),
     "sweep": ("cli.sweep", "sweep"),
     "soak": ("cli.soak", "soak"),
+    "explain": ("cli.explain", "explain"),
 }
 #: commands to come
-NOT_BUILT = ("golden", "drill", "report", "explain", "serve")
+NOT_BUILT = ("golden", "drill", "report", "serve")
 
 
 class Commands(click.Group):

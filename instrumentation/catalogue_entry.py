@@ -19,21 +19,21 @@ class Entry:
     title: str
     level: Level | None
     meaning: str
-    #: a minimal program that causes it
-    example: str
     cure: str
+    #: the mistake in a few lines, for a code that has no program in ``catalogue_programs`` yet
+    sketch: str = ""
     switch: str = ""
 
     def __post_init__(self) -> None:
         assert len(self.code) == 6, self.code
         assert self.code[:3].isupper(), self.code
         assert self.code[3:].isdigit(), self.code
-        assert all((self.title, self.meaning, self.example, self.cure)), self.code
+        assert all((self.title, self.meaning, self.cure)), self.code
         assert (self.level is None) == bool(self.switch), self.code
         # Entries are written as indented blocks; here the indentation and the line breaks go.
         object.__setattr__(self, "meaning", " ".join(self.meaning.split()))
         object.__setattr__(self, "cure", " ".join(self.cure.split()))
-        object.__setattr__(self, "example", textwrap.dedent(self.example).strip("\n"))
+        object.__setattr__(self, "sketch", textwrap.dedent(self.sketch).strip("\n"))
 
     @property
     def found_by(self) -> str:

@@ -12,10 +12,6 @@ EXECUTION = (
         Level.GUARD,
         """A stream or event is not one that the registry made, was destroyed, belongs to another
         device, or its handle is no longer the one that the driver gave.""",
-        """
-        stream.destroy()
-        scale[1, 32, stream](x, 2.0)
-        """,
         """Make streams and events through the registry only, and destroy them after their last use. A
         changed handle means that host memory was overwritten: look at the findings before this one.""",
     ),
@@ -24,32 +20,20 @@ EXECUTION = (
         "unordered write and write",
         Level.AUDIT,
         """Two streams write the same bytes and nothing orders one behind the other.""",
-        """
-        scale[1, 32, stream](x, 2.0)
-        scale[1, 32, other](x, 3.0)
-        """,
-        """`other.wait(stream.record())` between the two.""",
+        """`stream.record(event)`, then `other.wait(event)`, between the two.""",
     ),
     Entry(
         "STR011",
         "unordered read and write",
         Level.AUDIT,
         """One stream reads bytes that another writes, and nothing orders the two.""",
-        """
-        scale[1, 32, stream](x, 2.0)
-        copy[1, 32, other](x, y)
-        """,
-        """`other.wait(stream.record())` between the two.""",
+        """`stream.record(event)`, then `other.wait(event)`, between the two.""",
     ),
     Entry(
         "STR012",
         "free while in use",
         Level.AUDIT,
         """A buffer was freed while a launch or copy that names it may still run.""",
-        """
-        scale[1, 32, stream](buffer.view("float32", (1024,)), 2.0)
-        buffer.free()
-        """,
         """Synchronise the stream, or wait for an event recorded behind the last use, before the free.""",
     ),
     Entry(
@@ -57,10 +41,6 @@ EXECUTION = (
         "host buffer touched during a copy",
         Level.AUDIT,
         """A host array was changed, or read, while an asynchronous copy from or to it was in flight.""",
-        """
-        stream.copy_to_device(view, staging)
-        staging[:] = 0
-        """,
         """Synchronise, or wait for the copy's event, before the array is used again.""",
     ),
     Entry(
@@ -69,11 +49,6 @@ EXECUTION = (
         Level.AUDIT,
         """A buffer that a captured graph names was about to be freed (refused), or was moved or planned
         anew; the next replay would write into memory that belongs to something else.""",
-        """
-        buffer = arena.reserve(4096, owner=target, name="kv.k.0").unwrap()
-        buffer.pin("graph decode n=1")
-        buffer.free()
-        """,
         """Drop the graph first: it unpins its buffers.""",
     ),
     Entry(
@@ -82,21 +57,17 @@ EXECUTION = (
         Level.AUDIT,
         """The cache of captured graphs grew beyond its bound, or a graph was captured again although an
         identical one is kept: each capture costs device memory.""",
-        """
+        """Look the plan up by its shape before a capture; evict the oldest graph.""",
+        sketch="""
         for _ in range(1000):
             executor.capture(plan)
         """,
-        """Look the plan up by its shape before a capture; evict the oldest graph.""",
     ),
     Entry(
         "GRA003",
         "allocation or synchronise during capture",
         Level.AUDIT,
         """Memory was reserved or freed, or a stream synchronised, while a stream was being captured.""",
-        """
-        with stream.capture() as graph:
-            arena.reserve(4096, owner=target, name="late").unwrap()
-        """,
         """Reserve everything before the capture begins.""",
     ),
     Entry(
@@ -104,12 +75,12 @@ EXECUTION = (
         "library handle on another stream",
         Level.AUDIT,
         """A library handle's stream is not the stream of the context that calls it.""",
-        """
+        """One handle for each context; set its stream once.""",
+        sketch="""
         blas.set_stream(stream)
         with launching(other):
             blas.gemm(a, b, c)
         """,
-        """One handle for each context; set its stream once.""",
     ),
     Entry(
         "LIB002",
@@ -117,12 +88,12 @@ EXECUTION = (
         Level.AUDIT,
         """A library handle works in a workspace that is no buffer of its context, was freed, or was
         reset behind the engine's back: setting a handle's stream does that.""",
-        """
+        """Reserve the workspace as a buffer and set it again after each change of the stream.""",
+        sketch="""
         blas.set_workspace(workspace)
         blas.set_stream(stream)  # resets the workspace
         blas.gemm(a, b, c)
         """,
-        """Reserve the workspace as a buffer and set it again after each change of the stream.""",
     ),
     Entry(
         "ACC001",
@@ -130,12 +101,12 @@ EXECUTION = (
         Level.AUDIT,
         """After warm-up the device has less free memory than the ledger explains: something allocates
         behind the allocator's back.""",
-        """
+        """Reserve through the allocator. Growth with each capture points to library workspaces in
+        graphs.""",
+        sketch="""
         engine.warm_up()
         hidden = cuda.device_array(1 << 28)
         """,
-        """Reserve through the allocator. Growth with each capture points to library workspaces in
-        graphs.""",
     ),
     Entry(
         "RAC001",
@@ -143,13 +114,6 @@ EXECUTION = (
         Level.TRAP,
         """Two threads of one block access the same element between two barriers, and one of them
         writes.""",
-        """
-        @kernel
-        def neighbour(y):
-            tile = cuda.shared.array(32, numba.float32)
-            tile[cuda.threadIdx.x] = 1.0
-            y[cuda.threadIdx.x] = tile[31 - cuda.threadIdx.x]  # no barrier
-        """,
         """`cuda.syncthreads()` between the write and the read.""",
     ),
     Entry(
@@ -157,28 +121,28 @@ EXECUTION = (
         "barrier reached by part of a block",
         Level.TRAP,
         """Some threads of a block wait at a barrier that the others never reach.""",
-        """
+        """Move the barrier out of the branch, or branch on something that is the same for the whole
+        block.""",
+        sketch="""
         @kernel
         def partial(x):
             if cuda.threadIdx.x < 16:
                 cuda.syncthreads()
         """,
-        """Move the barrier out of the branch, or branch on something that is the same for the whole
-        block.""",
     ),
     Entry(
         "NUM001",
         "first NaN or Inf",
         None,
         """A node of the graph produced the first value that is not finite; its inputs were finite.""",
-        """
+        """The report names the node and its inputs: look for a division by zero, an overflow in a
+        narrow type, or an input that was never written.""",
+        sketch="""
         @kernel
         def inverse(x):
             i = cuda.grid(1)
             x[i] = 1.0 / (x[i] - x[i])
         """,
-        """The report names the node and its inputs: look for a division by zero, an overflow in a
-        narrow type, or an input that was never written.""",
         switch="--check-numerics",
     ),
 )

@@ -12,9 +12,6 @@ MEMORY = (
         Level.OFF,
         """A reservation was dropped, or its value was taken, before anyone looked whether it had
         succeeded. Had it failed, the program would have run on with memory that does not exist.""",
-        """
-        arena.reserve(4096, owner=target, name="kv.k.0")  # the result is dropped
-        """,
         """Look at `.ok` before `.value`, or call `.unwrap()`, which raises when the reservation failed.""",
     ),
     Entry(
@@ -24,10 +21,6 @@ MEMORY = (
         """There is not enough memory, or not enough in one piece. The code of the error that a failed
         reservation carries, not a finding: running out of memory is no bug when the result is checked.
         The allocator is exactly as it was before the attempt.""",
-        """
-        reservation = arena.reserve(1 << 40, owner=target, name="kv.k.0")
-        print(reservation.ok, reservation.error)
-        """,
         """The error names the largest holders: ask for less (a smaller context or batch), free
         something, or make the arena larger; `allocator.arena_size(requests)` says how large.""",
     ),
@@ -37,11 +30,11 @@ MEMORY = (
         Level.OFF,
         """A plan computed for this batch shape needs more memory than was reserved for the worst case.
         A model that answers short prompts would have died at a long one.""",
-        """
+        """Reserve for the largest plan before anything runs, or reserve again and check the result.""",
+        sketch="""
         arena = allocator.reserve_arena(planner.plan(batch=1).nbytes, owner=target, name="compute").unwrap()
         executor.run(planner.plan(batch=512))
         """,
-        """Reserve for the largest plan before anything runs, or reserve again and check the result.""",
     ),
     Entry(
         "MEM001",
@@ -49,11 +42,6 @@ MEMORY = (
         Level.GUARD,
         """Bytes directly before the buffer were overwritten: an index ran below zero, or a write to the
         neighbour on the left ran far past its end.""",
-        """
-        buffer = arena.reserve(4096, owner=target, name="kv.k.0").unwrap()
-        memory.fill_bytes(buffer.address - 4, 4, 0)
-        buffer.check_canaries()
-        """,
         """The report names the launch after which the damage was seen. Run that launch at level `trap`
         for the source line.""",
     ),
@@ -63,11 +51,6 @@ MEMORY = (
         Level.GUARD,
         """Bytes directly behind the buffer were overwritten: an index ran past the end. Also found when
         the memory there belongs to the next tensor of the same arena.""",
-        """
-        buffer = arena.reserve(4096, owner=target, name="kv.k.0").unwrap()
-        memory.fill_bytes(buffer.address + buffer.nbytes, 4, 0)
-        buffer.check_canaries()
-        """,
         """The report names the launch after which the damage was seen. Run that launch at level `trap`
         for the source line. A missing `if i < n` is the usual cause.""",
     ),
@@ -77,12 +60,6 @@ MEMORY = (
         Level.GUARD,
         """The poison of a freed buffer was overwritten: something kept its address and wrote through
         it.""",
-        """
-        buffer = arena.reserve(4096, owner=target, name="kv.k.0").unwrap()
-        buffer.free()
-        memory.fill_bytes(buffer.address, 4, 0)
-        allocator.check_integrity()
-        """,
         """Free only when the last launch that writes the buffer has ended; drop captured graphs and
         views that name it first.""",
     ),
@@ -92,11 +69,6 @@ MEMORY = (
         Level.GUARD,
         """A launch, a copy, a captured graph or a lease names a buffer that was freed, or one of a
         layout that is not active now, so that other tensors live at its address.""",
-        """
-        view = arena.reserve(4096, owner=target, name="kv.k.0").unwrap().view("float32", (1024,))
-        view.buffer.free()
-        view.check_live()
-        """,
         """Make views from the buffer that is live now; activate an overlay before its buffers are used.""",
     ),
     Entry(
@@ -105,11 +77,6 @@ MEMORY = (
         Level.OFF,
         """Something was freed that cannot be: a buffer twice, a view, memory of another allocator, or
         the allocator was used after it was closed. The call is refused; nothing was changed.""",
-        """
-        buffer = arena.reserve(4096, owner=target, name="kv.k.0").unwrap()
-        buffer.free()
-        buffer.free()
-        """,
         """Give each buffer one owner that frees it once.""",
     ),
     Entry(
@@ -118,10 +85,6 @@ MEMORY = (
         Level.OFF,
         """A buffer, overlay or arena was still reserved when its arena was released or the allocator
         closed.""",
-        """
-        buffer = arena.reserve(4096, owner=target, name="kv.k.0").unwrap()
-        arena.release()
-        """,
         """Free what the report names, in the owner's `close()`.""",
     ),
     Entry(
@@ -130,12 +93,6 @@ MEMORY = (
         Level.TRAP,
         """A kernel read an element that its array does not have. The load gave zero and the kernel went
         on.""",
-        """
-        @kernel
-        def shift(x, y):
-            i = cuda.grid(1)
-            y[i] = x[i + 1]
-        """,
         """Compare the index with the array's extent before the access; the report gives both.""",
     ),
     Entry(
@@ -143,11 +100,6 @@ MEMORY = (
         "store out of bounds",
         Level.TRAP,
         """A kernel wrote an element that its array does not have. The store was suppressed.""",
-        """
-        @kernel
-        def fill(x):
-            x[cuda.grid(1)] = 0.0  # launched with more threads than x has elements
-        """,
         """Guard the store with `if i < x.shape[0]`; the report gives the index and the extent.""",
     ),
     Entry(
@@ -155,10 +107,6 @@ MEMORY = (
         "read of never-written memory",
         Level.TRAP,
         """A kernel read bytes that nothing has written since they were reserved.""",
-        """
-        buffer = arena.reserve(4096, owner=target, name="x").unwrap()
-        scale[1, 32](buffer.view("float32", (1024,)), 2.0)
-        """,
         """Write the whole input first, or narrow the view to what was written.""",
     ),
     Entry(
@@ -167,22 +115,18 @@ MEMORY = (
         Level.TRAP,
         """A kernel accessed memory of a freed buffer through an address that it found in memory or
         kept.""",
-        """
+        """Keep what a table of pointers names alive as long as the table.""",
+        sketch="""
         pointers.copy_from([buffer.address])
         buffer.free()
         gather[1, 32](pointers)
         """,
-        """Keep what a table of pointers names alive as long as the table.""",
     ),
     Entry(
         "OWN001",
         "buffer of another owner",
         Level.GUARD,
         """A context used, or lent, a buffer that belongs to another context.""",
-        """
-        buffer = arena.reserve(4096, owner=target, name="kv.k.0").unwrap()
-        buffer.lend(to=target, mode="read", by=draft)
-        """,
         """Let the owner lend it: `buffer.lend(to=draft, mode="read", after=event)`; share weights with
         `share_read_only()`.""",
     ),
@@ -192,23 +136,22 @@ MEMORY = (
         Level.GUARD,
         """A context launched on, recorded or waited with a stream or event that belongs to another
         context.""",
-        """
+        """Give each context a stream of its own, and order the two with an event.""",
+        sketch="""
         stream = device.stream(owner=target, name="target.0")
         with draft_context.launching():
             scale[1, 32, stream](x, 2.0)
         """,
-        """Give each context a stream of its own, and order the two with an event.""",
     ),
     Entry(
         "OWN003",
         "draft context smaller than its target",
         Level.GUARD,
-        """A draft context has fewer cells, slots or batch rows than the target whose tokens it follows:
-        it runs out first, in the middle of a request.""",
-        """
-        Context(model, owner=draft, n_ctx=512, follows=Context(model, owner=target, n_ctx=1024))
-        """,
-        """Build the draft context with the target's n_ctx, n_slots and n_batch.""",
+        """A draft context has fewer positions, cells, sequences, rows of a batch or rows of rotary
+        tables than the target whose tokens it follows: it runs out first, in the middle of a request, or
+        reads past the end of its tables. Refused at every level, before anything is reserved.""",
+        """Size the draft context by its target, not by what its own model was trained for: the target's
+        n_ctx, n_slots and n_batch.""",
     ),
     Entry(
         "OWN010",
@@ -216,12 +159,6 @@ MEMORY = (
         Level.AUDIT,
         """A context accessed a buffer of another context without a lease, wrote under a lease to read,
         or used a lease after its end.""",
-        """
-        buffer = arena.reserve(4096, owner=target, name="kv.k.0").unwrap()
-        lease = buffer.lend(to=draft, mode="read")
-        lease.end()
-        lease.end()
-        """,
         """Lend in the mode that is needed, for as long as it is needed: `with buffer.lend(...)`.""",
     ),
     Entry(
@@ -230,9 +167,6 @@ MEMORY = (
         Level.AUDIT,
         """A buffer was lent without an event, or with one that was never recorded, so nothing orders
         the borrower behind the owner's writes.""",
-        """
-        lease = buffer.lend(to=draft, mode="read", after=device.event(owner=target))
-        """,
         """Record the event on the owner's stream after its last write, then lend with `after=event`.""",
     ),
     Entry(
@@ -241,11 +175,6 @@ MEMORY = (
         Level.AUDIT,
         """The borrower's stream did not wait for the lease's event, or the owner went on before the
         borrower was done.""",
-        """
-        written = target_stream.record()
-        with buffer.lend(to=draft, mode="read", after=written):
-            scale[1, 32, draft_stream](buffer.view("float32", (1024,)), 2.0)  # no wait
-        """,
         """`draft_stream.wait(written)` before the first launch of the borrower, and back again after
         the last.""",
     ),

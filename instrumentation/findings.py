@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType
 
 _OURS = str(Path(__file__).resolve().parent)
+#: programs that show findings: callers, although they are part of the package
+_PROGRAMS = str(Path(_OURS) / "catalogue_programs")
 _log = structlog.get_logger("instrumentation")
 
 
@@ -40,7 +42,8 @@ _REMEMBERED = 8192
 def _look_up(code: CodeType) -> bool:
     if len(_is_ours) >= _REMEMBERED:
         _is_ours.clear()
-    ours = code.co_filename.startswith(_OURS)
+    file = code.co_filename
+    ours = file.startswith(_OURS) and not file.startswith(_PROGRAMS)
     _is_ours[code] = ours
     return ours
 

@@ -13,6 +13,7 @@ import structlog
 
 from instrumentation import interrupts
 from instrumentation.errors import DeviceError, OutOfMemoryError
+from instrumentation.following import require_room
 from instrumentation.reservation import BufferRequest, ReservationError
 from refengine.batch import Batch, micro_batches
 from refengine.context_plan import MAX_OUTPUTS, ContextPlan, ContextSettings
@@ -25,7 +26,7 @@ from refengine.memory.recurrent_state import RecurrentState
 from refengine.outputs import candidates_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
 
     from instrumentation.allocator import Allocator
     from instrumentation.devices.base import Device, Event, Stream
@@ -51,7 +52,8 @@ class DecodeStatus(enum.IntEnum):
 class Context:
     """A model's weights with the memory and the stream of one role, ``target`` or ``draft``.
 
-    ``lent``: buffers of other contexts that its graphs name; they are read under ``Context.lend_hidden``.
+    ``follows``: the target of a draft context. Its hidden states, which the draft's graphs name, are read under
+    ``Context.lend_hidden``. Raises ``FindingError`` (OWN003), before anything is reserved, when the draft is smaller.
     """
 
     def __init__(
@@ -60,9 +62,11 @@ class Context:
         allocator: Allocator,
         weights: Weights,
         plan: ContextPlan,
-        lent: Mapping[str, View] | None = None,
+        follows: Context | None = None,
     ) -> None:
         self.plan = plan
+        if follows is not None:
+            require_room(plan.extents, follows.plan.extents, allocator.findings)
         self.config = plan.config
         self.settings = plan.settings
         self.owner = plan.owner
@@ -89,7 +93,7 @@ class Context:
                 self.states.layers if self.states is not None else {},
                 (self.settings.cache_type_k, self.settings.cache_type_v),
                 rotary,
-                {**self.kept, **(lent or {})},
+                {**self.kept, **(follows.kept if follows is not None else {})},
                 wide=device.wide_loads,
             )
             self.executor = Executor(

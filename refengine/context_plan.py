@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from instrumentation.following import Extents
 from instrumentation.ownership import Owner
 from instrumentation.reservation import BufferRequest
 from refengine.architectures import BUILDERS, DRAFT_BUILDERS
@@ -159,6 +160,21 @@ class ContextPlan:
             BufferRequest(nbytes=nbytes, owner=self.owner, name=f"rotary.{part}")
             for part in ("cosine", "sine")
         ]
+
+    @property
+    def extents(self) -> Extents:
+        """Sizes that a context which follows this one must have, too."""
+        row_nbytes = (self.config.n_rot // 2) * _FLOAT_BYTES
+        return Extents(
+            self.owner,
+            {
+                "positions": self.settings.n_ctx,
+                "cells": self.settings.n_pages * PAGE,
+                "sequences": self.settings.n_sequences,
+                "rows of a batch": self.settings.n_batch,
+                "rows of the rotary tables": min(table.nbytes for table in self.rotary) // row_nbytes,
+            },
+        )
 
     @property
     def kept_rows(self) -> tuple[str, int] | None:

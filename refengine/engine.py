@@ -133,7 +133,7 @@ class Engine:
             if len(plans) > 1:
                 with interrupts.deferred():
                     self.draft = Context(
-                        self.device, self.allocator, self.weights, plans[1], lent=self.context.kept
+                        self.device, self.allocator, self.weights, plans[1], follows=self.context
                     )
                     undo.callback(self.draft.release)
             self._undo = undo.pop_all()

@@ -257,7 +257,7 @@ class CheckedStream(ABC, Generic[P, E, G]):
         if self.device.audit is not None:
             self.device.audit.destroyed_stream(self)
 
-    def _admit(self, what: str, *, read: View | None = None, write: View | None = None) -> list[Access]:
+    def _admit(self, what: str, *, read: View | None = None, write: View | None = None) -> Sequence[Access]:
         self._require_usable()
         if self._capture is not None:
             raise DeviceError(f"stream {self.name}: {what} during capture; only launches can be captured")

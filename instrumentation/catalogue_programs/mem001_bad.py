@@ -1,0 +1,33 @@
+"""Thread 0 writes y[-1]."""
+
+from numba import cuda
+
+from instrumentation.allocator import Allocator
+from instrumentation.devices import open_device
+from instrumentation.findings import FindingLog
+from instrumentation.kernel import kernel
+from instrumentation.kernel.types import f32_1d
+from instrumentation.levels import Level
+from instrumentation.ownership import Owner
+
+
+@kernel(block=64)
+def shift(x: f32_1d, y: f32_1d) -> None:
+    """Move each element one place to the left."""
+    i = cuda.grid(1)
+    if i < x.shape[0]:
+        y[i - 1] = x[i]
+
+
+target = Owner("target")
+findings = FindingLog()
+device = open_device("host")
+allocator = Allocator(device, level=Level.GUARD, findings=findings)
+device.watch(allocator)
+arena = allocator.reserve_arena(1 << 16, owner=target, name="arena").unwrap()
+x = arena.reserve(400, owner=target, name="x").unwrap().view("float32", 100)
+y = arena.reserve(400, owner=target, name="y").unwrap().view("float32", 100)
+stream = device.create_stream(owner=target, name="target")
+stream.fill(x, 0)
+stream.launch(shift, 2, {"x": x, "y": y})
+stream.synchronize()

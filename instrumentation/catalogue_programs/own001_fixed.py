@@ -1,0 +1,27 @@
+"""The target lends what the draft reads, behind the event that its writes are done."""
+
+import numpy as np
+
+from instrumentation.allocator import Allocator
+from instrumentation.devices import open_device
+from instrumentation.findings import FindingLog
+from instrumentation.levels import Level
+from instrumentation.ownership import Owner
+
+target, draft = Owner("target"), Owner("draft")
+findings = FindingLog()
+device = open_device("host")
+allocator = Allocator(device, level=Level.GUARD, findings=findings)
+device.watch(allocator)
+arena = allocator.reserve_arena(1 << 16, owner=target, name="arena").unwrap()
+buffer = arena.reserve(400, owner=target, name="kv.k.0").unwrap()
+view = buffer.view("float32", 100)
+stream = device.create_stream(owner=draft, name="draft")
+own = device.create_stream(owner=target, name="target")
+written = device.create_event(owner=target, name="written")
+own.fill(view, 0)
+own.record(written)
+with buffer.lend(to=draft, mode="read", after=written):
+    stream.wait(written)
+    stream.copy_out(np.empty(100, np.float32), view)
+    stream.synchronize()

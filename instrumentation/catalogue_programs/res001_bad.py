@@ -1,0 +1,14 @@
+"""A reservation is dropped before anyone looked whether it had succeeded."""
+
+from instrumentation.allocator import Allocator
+from instrumentation.devices import open_device
+from instrumentation.findings import FindingLog
+from instrumentation.levels import Level
+from instrumentation.ownership import Owner
+
+target = Owner("target")
+findings = FindingLog()
+device = open_device("host")
+allocator = Allocator(device, level=Level.GUARD, findings=findings)
+arena = allocator.reserve_arena(1 << 16, owner=target, name="arena").unwrap()
+arena.reserve(400, owner=target, name="kv.k.0")  # lint: reserve-ok this program shows RES001

@@ -1,0 +1,20 @@
+"""The stream is destroyed after its last use."""
+
+from instrumentation.allocator import Allocator
+from instrumentation.devices import open_device
+from instrumentation.findings import FindingLog
+from instrumentation.levels import Level
+from instrumentation.ownership import Owner
+
+target = Owner("target")
+findings = FindingLog()
+device = open_device("host")
+allocator = Allocator(device, level=Level.GUARD, findings=findings)
+device.watch(allocator)
+arena = allocator.reserve_arena(1 << 16, owner=target, name="arena").unwrap()
+buffer = arena.reserve(400, owner=target, name="kv.k.0").unwrap()
+view = buffer.view("float32", 100)
+stream = device.create_stream(owner=target, name="target")
+stream.fill(view, 0)
+stream.synchronize()
+stream.destroy()
