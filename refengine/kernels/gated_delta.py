@@ -41,13 +41,13 @@ def columns_per_block(state_size: int) -> int:
 
 
 @device_function
-def _in_memory(_row: f32_1d, qkv: f32_2d, t: i32, first: i32, i: i32) -> Any:
+def _in_memory(_rows: f32_1d, _start: i32, qkv: f32_2d, t: i32, first: i32, i: i32) -> Any:
     return qkv[t, first + i]
 
 
 @device_function
-def _in_block(row: f32_1d, _qkv: f32_2d, _t: i32, _first: i32, i: i32) -> Any:
-    return row[i]
+def _in_block(rows: f32_1d, start: i32, _qkv: f32_2d, _t: i32, _first: i32, i: i32) -> Any:
+    return rows[start + i]
 
 
 @functools.cache
@@ -55,7 +55,7 @@ def gated_delta(state_size: int, warps: int = 1) -> Kernel:  # noqa: C901, PLR09
     """Kernel for one state size. Grid: (state_size / columns_per_block(state_size), n_head, n_segments).
 
     A block's 1 or 4 warps share the four running sums: the bits are the same. With four, each holds its part of the
-    matrix in registers, and a row's key and query are fetched while the row before is computed.
+    matrix in registers, and a row's key and query are fetched, and measured, while rows before are computed.
     """
     assert 0 < state_size <= MAX_STATE_SIZE, state_size
     assert state_size % STATE_SIZE_UNIT == 0, state_size
@@ -70,7 +70,18 @@ def gated_delta(state_size: int, warps: int = 1) -> Kernel:  # noqa: C901, PLR09
     n_mine = n_depth * n_own
     n_threads = 32 * warps
     n_parts = -(-state_size // n_threads) if wide else 1
-    n_staged = state_size if wide else 1
+    n_staged = 2 * state_size if wide else 1
+
+    @device_function
+    def unit_scale(rows: f32_1d, start: i32, qkv: f32_2d, t: i32, first: i32, eps: f32) -> Any:
+        """What a key or a query of row t is multiplied by to have length 1."""
+        squares = float32(0.0)
+        for b in range((state_size + 31) // 32):
+            place = b * 32 + cuda.threadIdx.x
+            if place < state_size:
+                v = element(rows, start, qkv, t, first, place)
+                squares = cuda.fma(v, v, squares)
+        return float32(1.0) / math.sqrt(warp_sum(squares) + eps)
 
     @kernel(block=(32, warps), strict=True)
     def gated_delta(  # noqa: C901, PLR0912, PLR0915 - stages of one pass: barriers stand between
@@ -103,55 +114,59 @@ def gated_delta(state_size: int, warps: int = 1) -> Kernel:  # noqa: C901, PLR09
         sums = cuda.local.array(n_own, float32)
         ahead_k = cuda.local.array(n_parts, float32)
         ahead_q = cuda.local.array(n_parts, float32)
-        key_row = cuda.shared.array(n_staged, float32)
-        query_row = cuda.shared.array(n_staged, float32)
+        # Of a wide block: this row's and the next one's.
+        key_rows = cuda.shared.array(n_staged, float32)
+        query_rows = cuda.shared.array(n_staged, float32)
         known_parts = cuda.shared.array((4, 32), float32)
         y_parts = cuda.shared.array((4, 32), float32)
+        q_scale = float32(0.0)
+        k_scale = float32(0.0)
         if n_rows > 0:
-            if wide > 0:
-                for p in range(n_parts):
-                    inside = min(p * n_threads + thread, state_size - 1)
-                    ahead_k[p] = qkv[first, k0 + inside]
-                    ahead_q[p] = qkv[first, q0 + inside]
             for i in range(n_mine):
                 key = 4 * (i // n_own) + first_key + i % n_own
                 m[i] = states[slot, source, head, cell + key * width] if source >= 0 else float32(0.0)
+            if wide > 0:
+                for p in range(n_parts):
+                    inside = min(p * n_threads + thread, state_size - 1)
+                    if p * n_threads + thread < state_size:
+                        key_rows[inside] = qkv[first, k0 + inside]
+                        query_rows[inside] = qkv[first, q0 + inside]
+                    following = first + min(1, n_rows - 1)
+                    ahead_k[p] = qkv[following, k0 + inside]
+                    ahead_q[p] = qkv[following, q0 + inside]
+                cuda.syncthreads()
+                q_scale = unit_scale(query_rows, 0, qkv, first, q0, eps) * float32(read_scale)
+                k_scale = unit_scale(key_rows, 0, qkv, first, k0, eps)
         for t in range(n_rows):
             row = first + t
             decay = gates[row, 0, head]
             step = gates[row, 1, head]
             v = qkv[row, v0 + column]
+            now = (t & 1) * state_size
             if wide > 0:
+                # The next row's place is free: all have passed the last barrier of the row before.
                 for p in range(n_parts):
                     if p * n_threads + thread < state_size:
-                        key_row[p * n_threads + thread] = ahead_k[p]
-                        query_row[p * n_threads + thread] = ahead_q[p]
-                cuda.syncthreads()
-                following = min(row + 1, first + n_rows - 1)
-                for p in range(n_parts):
-                    inside = min(p * n_threads + thread, state_size - 1)
-                    ahead_k[p] = qkv[following, k0 + inside]
-                    ahead_q[p] = qkv[following, q0 + inside]
-            squares_q = float32(0.0)
-            squares_k = float32(0.0)
-            for b in range((state_size + 31) // 32):
-                place = b * 32 + lane
-                if place < state_size:
-                    q = element(query_row, qkv, row, q0, place)
-                    k = element(key_row, qkv, row, k0, place)
-                    squares_q = cuda.fma(q, q, squares_q)
-                    squares_k = cuda.fma(k, k, squares_k)
-            q_scale = float32(1.0) / math.sqrt(warp_sum(squares_q) + eps) * float32(read_scale)
-            k_scale = float32(1.0) / math.sqrt(warp_sum(squares_k) + eps)
+                        key_rows[state_size - now + p * n_threads + thread] = ahead_k[p]
+                        query_rows[state_size - now + p * n_threads + thread] = ahead_q[p]
+            else:
+                q_scale = unit_scale(query_rows, 0, qkv, row, q0, eps) * float32(read_scale)
+                k_scale = unit_scale(key_rows, 0, qkv, row, k0, eps)
             for j in range(n_own):
                 sums[j] = float32(0.0)
             for d in range(n_depth):
                 for j in range(n_own):
-                    k = element(key_row, qkv, row, k0, 4 * d + first_key + j)
+                    k = element(key_rows, now, qkv, row, k0, 4 * d + first_key + j)
                     sums[j] = cuda.fma(m[d * n_own + j], k, sums[j])
             for j in range(n_own):
                 known_parts[first_key + j, lane] = sums[j]
             cuda.syncthreads()
+            if wide > 0:
+                for p in range(n_parts):
+                    inside = min(p * n_threads + thread, state_size - 1)
+                    later = first + min(t + 2, n_rows - 1)
+                    ahead_k[p] = qkv[later, k0 + inside]
+                    ahead_q[p] = qkv[later, q0 + inside]
             # What the decayed matrix knows under this key: the decay and the key's scale are factors of the sum.
             known = (
                 (known_parts[0, lane] + known_parts[1, lane]) + (known_parts[2, lane] + known_parts[3, lane])
@@ -161,19 +176,24 @@ def gated_delta(state_size: int, warps: int = 1) -> Kernel:  # noqa: C901, PLR09
                 sums[j] = float32(0.0)
             for d in range(n_depth):
                 for j in range(n_own):
-                    k = element(key_row, qkv, row, k0, 4 * d + first_key + j)
-                    q = element(query_row, qkv, row, q0, 4 * d + first_key + j)
+                    k = element(key_rows, now, qkv, row, k0, 4 * d + first_key + j)
+                    q = element(query_rows, now, qkv, row, q0, 4 * d + first_key + j)
                     new = cuda.fma(gain, k, decay * m[d * n_own + j])
                     m[d * n_own + j] = new
                     sums[j] = cuda.fma(new, q, sums[j])
             for j in range(n_own):
                 y_parts[first_key + j, lane] = sums[j]
+            own_scale = q_scale
+            if wide > 0:
+                # The next row's, while the sums above are under way.
+                q_scale = unit_scale(query_rows, state_size - now, qkv, row, q0, eps) * float32(read_scale)
+                k_scale = unit_scale(key_rows, state_size - now, qkv, row, k0, eps)
             # Of the next row's barriers one stands between any of these loads and the next stores to the same array.
             cuda.syncthreads()
             if lane < width and warp == 0:
                 y[row, head * state_size + column] = (
                     (y_parts[0, lane] + y_parts[1, lane]) + (y_parts[2, lane] + y_parts[3, lane])
-                ) * q_scale
+                ) * own_scale
             back = n_rows - 1 - t
             plane = segments[segment, FIRST_TARGET + back] if back < n_kept else -1
             if plane >= 0:
