@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 PROMPT ?= What is gravity?
+# Processes that share the tests out; 0: none, all in this one. A machine of many cores would run out of memory first.
+WORKERS ?= auto
 
 .PHONY: run test lint types check benchmark clean
 
@@ -18,7 +20,7 @@ run: $(VENV)/.ready
 	$(PY) -m refengine generate -m smollm2 -st -p "$(PROMPT)" -n 96 --temp 0 --check guard
 
 test: $(VENV)/.ready
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 lint: $(VENV)/.ready
 	$(PY) -m ruff check

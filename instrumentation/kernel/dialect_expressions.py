@@ -19,6 +19,7 @@ from instrumentation.kernel.parse import (
     is_math_function,
     number_type,
 )
+from instrumentation.kernel.tree import walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,7 +107,7 @@ class ExpressionChecker:
 
     def refuse_collective(self, node: ast.expr, place: str) -> None:
         """Refuse a collective where it would not always run."""
-        for inner in ast.walk(node):
+        for inner in walk(node):
             function = self.parsed.device_function(inner)
             if self.parsed.collective(inner) or (function is not None and function.parsed.inlined):
                 self.parsed.refuse(inner, f"a collective in {place}: make it a statement of its own")

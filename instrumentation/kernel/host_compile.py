@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import llvmlite.binding as llvm
 import structlog
-from numba import cfunc, types
+from numba import types
 from numba.core import errors
 
 from instrumentation.kernel import host_cache
+from instrumentation.kernel.host_pipeline import compile_entry, no_collections
 from instrumentation.kernel.host_types import infer_lane_types
 from instrumentation.kernel.lower_host import HostModule, HostOptions, KernelEmitter, entry_lines
 from instrumentation.kernel.parse import describe
@@ -58,7 +59,7 @@ def compile_host(plan: KernelPlan, options: HostOptions, *, strict_floats: bool)
         index = host_cache.machine_code(path, entry)
         if index.exists():
             try:
-                return CompiledKernel(_compile(entry), path)
+                return CompiledKernel(compile_entry(ENTRY, entry), path)
             except Exception as error:  # noqa: BLE001 - whatever a damaged pickle raises
                 _log.warning(
                     "kernel cache entry is damaged, compiling again", file=str(index), error=repr(error)
@@ -67,7 +68,7 @@ def compile_host(plan: KernelPlan, options: HostOptions, *, strict_floats: bool)
         for listener in compile_listeners:
             listener(plan.parsed.name)
         try:
-            return CompiledKernel(_compile(entry), path)
+            return CompiledKernel(compile_entry(ENTRY, entry), path)
         except (errors.NumbaError, RuntimeError) as error:  # RuntimeError: LLVM's verifier
             path.unlink(missing_ok=True)
             reason = str(error).strip().splitlines()[0]
@@ -76,13 +77,10 @@ def compile_host(plan: KernelPlan, options: HostOptions, *, strict_floats: bool)
             )
 
 
-def _compile(entry: Any) -> Any:
-    return cfunc(ENTRY, cache=True, error_model="numpy")(entry)
-
-
 def generate(plan: KernelPlan, options: HostOptions, *, strict_floats: bool) -> str:
     """Source of the host module of a kernel."""
-    lanes = infer_lane_types(plan, strict_floats=strict_floats)
+    with no_collections():
+        lanes = infer_lane_types(plan, strict_floats=strict_floats)
     module = HostModule(options)
     body = KernelEmitter(module, plan, lanes).run()
     return module.source(entry_lines(plan.signature, body))

@@ -10,6 +10,7 @@ import ast
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from numba.core import compiler, errors
 from numba.core import types as nb
@@ -71,8 +72,19 @@ def _typeof_helper(value: TypedHelper, _context: Any) -> Any:
     return value.numba_type
 
 
+#: by plan and strictness: a kernel is inferred once, whatever the options that it is compiled with
+_inferred: WeakKeyDictionary[KernelPlan, dict[bool, dict[str, str]]] = WeakKeyDictionary()
+
+
 def infer_lane_types(plan: KernelPlan, *, strict_floats: bool) -> dict[str, str]:
     """Element type of each lane array. Raises ``KernelDialectError`` for types that do not fit."""
+    known = _inferred.setdefault(plan, {})
+    if strict_floats not in known:
+        known[strict_floats] = _infer_lane_types(plan, strict_floats=strict_floats)
+    return known[strict_floats]
+
+
+def _infer_lane_types(plan: KernelPlan, *, strict_floats: bool) -> dict[str, str]:
     parsed = plan.parsed
     module = HostModule(HostOptions(), typing=True)
     body = KernelEmitter(module, plan, None).run()

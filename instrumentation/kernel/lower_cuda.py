@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from instrumentation.errors import DeviceError
+from instrumentation.kernel.host_pipeline import no_collections
 from instrumentation.kernel.intrinsics import Intrinsic
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def compile_ptx(
 
     # A device function asks the current device which code it shall become; without a GPU we answer.
     stand_in = python_types.SimpleNamespace(compute_capability=compute_capability)
-    with _asking, _no_wraparound():
+    with _asking, _no_wraparound(), no_collections():
         asked = dispatcher.get_current_device
         dispatcher.get_current_device = lambda: stand_in
         try:

@@ -51,7 +51,7 @@ class DeviceFunctionEmitter(FunctionEmitter):
             if self.shapes[parameter]:
                 names.extend(self.extents(parameter))
         self.lines = [
-            "@helper" if module.typing else '@njit(error_model="numpy", forceinline=True)',
+            "@helper",
             f"def {name}({', '.join(names)}):",
         ]
         for array, declared in parsed.arrays.items():
@@ -284,11 +284,12 @@ class HostModule:
         header = [
             "# Generated from a kernel's source. Do not edit: the next change of the kernel writes another file.",
             "import math",
-            "from numba import njit",
             "from numba import boolean, float32, float64, int8, int16, int32, int64, uint8, uint16, uint32, uint64",
             "from instrumentation.kernel import intrinsics",
             "from instrumentation.kernel.host_runtime import *",
-            "from instrumentation.kernel.host_types import TypedHelper as helper" if self.typing else "",
+            "from instrumentation.kernel.host_types import TypedHelper as helper"
+            if self.typing
+            else "from instrumentation.kernel.host_pipeline import helper",
             *[f"{name} = intrinsics.{name}.host" for name in self.intrinsics],
             "",
         ]

@@ -18,6 +18,7 @@ from instrumentation.kernel.access import access_sets
 from instrumentation.kernel.dialect import array_declaration
 from instrumentation.kernel.dialect_expressions import constant
 from instrumentation.kernel.parse import NUMBER_TYPES, ParsedFunction, describe
+from instrumentation.kernel.tree import walk
 
 MAX_STATEMENTS = 20_000
 Node = TypeVar("Node", bound=ast.AST)
@@ -143,7 +144,7 @@ class _Normaliser:
 
     def _augmented(self, node: ast.AugAssign) -> list[ast.stmt]:
         target, before = node.target, list[ast.stmt]()
-        if isinstance(target, ast.Subscript) and any(isinstance(n, ast.Call) for n in ast.walk(target.slice)):
+        if isinstance(target, ast.Subscript) and any(isinstance(n, ast.Call) for n in walk(target.slice)):
             # The index stands twice in the normal form: what it calls must not run twice.
             parts = target.slice.elts if isinstance(target.slice, ast.Tuple) else [target.slice]
             names: list[ast.expr] = [
@@ -228,7 +229,7 @@ class _Normaliser:
         if body and isinstance(body[-1], ast.Return):
             result = body.pop().value
         for statement in body:
-            for inner in ast.walk(statement):
+            for inner in walk(statement):
                 if hasattr(inner, "lineno"):
                     inner.lineno = call.lineno
         before.extend(body)
@@ -242,7 +243,7 @@ class _Normaliser:
             if isinstance(node, ast.Return) and node.value is None:
                 return statements[:i]
             if not isinstance(node, ast.If) or not any(
-                isinstance(n, ast.Return) and n.value is None for n in ast.walk(node)
+                isinstance(n, ast.Return) and n.value is None for n in walk(node)
             ):
                 continue
             rest = statements[i + 1 :]
@@ -392,9 +393,9 @@ class _Hoister(ast.NodeTransformer):
 
     def _refuse_moved_loads(self, call: ast.Call, name: str) -> None:
         """What stands beside an inlined call is evaluated after it: no load may be among that."""
-        inside = set(map(id, ast.walk(call)))
+        inside = set(map(id, walk(call)))
         for root in self.whole:
-            for node in ast.walk(root):
+            for node in walk(root):
                 if id(node) in inside:
                     continue
                 loads = isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)

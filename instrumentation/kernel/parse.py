@@ -19,6 +19,7 @@ from numba.core import types as nb
 
 from instrumentation.errors import KernelDialectError
 from instrumentation.kernel.intrinsics import Intrinsic
+from instrumentation.kernel.tree import walk
 from instrumentation.kernel.types import signature_of
 
 if TYPE_CHECKING:
@@ -135,12 +136,12 @@ class ParsedFunction:
     def has_collective(self, node: ast.AST | list[ast.stmt]) -> bool:
         """Whether a barrier or shuffle stands anywhere inside."""
         nodes = node if isinstance(node, list) else [node]
-        return any(self.collective(inner) for root in nodes for inner in ast.walk(root))
+        return any(self.collective(inner) for root in nodes for inner in walk(root))
 
     def walk(self) -> Iterator[ast.AST]:
         """Every node of the body."""
         for statement in self.body:
-            yield from ast.walk(statement)
+            yield from walk(statement)
 
 
 def lanes_outside(loop: ast.AST) -> bool:

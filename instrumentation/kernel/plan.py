@@ -21,7 +21,7 @@ MAX_SHARED_BYTES = 48 * 1024
 MAX_LOCAL_BYTES = 512 * 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KernelPlan:
     """What each lowering to the host starts from."""
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from instrumentation.kernel.parse import lanes_outside
+from instrumentation.kernel.tree import walk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -179,14 +180,11 @@ def _is_uniform_assignment(uniformity: Uniformity, node: ast.stmt) -> bool:
 
 def names_in(nodes: Iterable[ast.AST]) -> set[str]:
     """Every name that occurs in some nodes."""
-    return {n.id for root in nodes for n in ast.walk(root) if isinstance(n, ast.Name)}
+    return {n.id for root in nodes for n in walk(root) if isinstance(n, ast.Name)}
 
 
 def stored_names(nodes: Iterable[ast.AST]) -> set[str]:
     """Every name that is assigned in some nodes."""
     return {
-        n.id
-        for root in nodes
-        for n in ast.walk(root)
-        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+        n.id for root in nodes for n in walk(root) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
     }

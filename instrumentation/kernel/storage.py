@@ -40,6 +40,7 @@ class Storage:
         self.recomputed: dict[str, ast.expr] = {}
         self.uses: dict[str, list[Use]] = {}
         self._position = 0
+        names = _Names()
         #: a shuffle reads its source in another thread's place
         self._shuffled: set[str] = set()
         for path, part in _in_order(parts):
@@ -49,7 +50,9 @@ class Storage:
                 for statement in part.statements:
                     self._try_recompute(path, statement)
         self.lanes = {
-            name for name in uniformity.varying if name not in self.recomputed and not self._is_local(name)
+            name
+            for name in uniformity.varying
+            if name not in self.recomputed and not self._is_local(name, names)
         }
 
     def _index(self, path: Path, part: Part) -> None:
@@ -111,20 +114,36 @@ class Storage:
             return self.parsed.cuda_name(node.func) in ("grid_axis", "gridsize_axis")
         return False
 
-    def _is_local(self, name: str) -> bool:
+    def _is_local(self, name: str, names: _Names) -> bool:
         """One region holds every use, and on each way through it an assignment comes before any read."""
         parts = {id(use.part): use.part for use in self.uses.get(name, ())}
         if len(parts) != 1:
             return False
         part = next(iter(parts.values()))
-        return isinstance(part, Region) and _Assigned(name).block(part.statements, assigned=False) is not None
+        return (
+            isinstance(part, Region)
+            and _Assigned(name, names).block(part.statements, assigned=False) is not None
+        )
+
+
+class _Names:
+    """Names in expressions, each walked once: every name of a region is looked for in all of its statements."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, set[str]] = {}
+
+    def __call__(self, node: ast.expr) -> set[str]:
+        if id(node) not in self._found:
+            self._found[id(node)] = names_in([node])
+        return self._found[id(node)]
 
 
 class _Assigned:
     """Definite assignment of one name over the statements of one thread; None means a read came first."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, names: _Names) -> None:
         self.name = name
+        self.names = names
 
     def block(self, statements: list[ast.stmt], *, assigned: bool) -> bool | None:
         state: bool | None = assigned
@@ -137,7 +156,7 @@ class _Assigned:
         return state
 
     def _reads(self, nodes: list[ast.expr], *, assigned: bool) -> bool:
-        return not assigned and self.name in names_in(nodes)
+        return not assigned and any(self.name in self.names(node) for node in nodes)
 
     def _statement(self, node: ast.stmt, *, assigned: bool) -> bool | None:  # noqa: PLR0911
         if isinstance(node, ast.Assign):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import struct
 from math import prod
 from typing import Any
@@ -13,10 +12,9 @@ from numba.core import types as nb
 from instrumentation.devices.host_driver import NO_RANGES, run_launches
 from instrumentation.kernel import HostOptions, Kernel
 
-#: plain, reversed lanes, poisoned shared and local arrays, both: a correct kernel gives the same bits in each
-OPTION_SETS = tuple(
-    HostOptions(reverse_lanes=r, poison=p) for r, p in itertools.product((False, True), repeat=2)
-)
+#: plain; poisoned shared and local arrays; and reversed lanes too: a correct kernel gives the same bits in each.
+#: Reversed lanes over arrays as they come show no more: what reads them before they are written is found by poison.
+OPTION_SETS = (HostOptions(), HostOptions(poison=True), HostOptions(reverse_lanes=True, poison=True))
 _ZONE = 256
 _ZONE_BYTE = 0xA5
 
