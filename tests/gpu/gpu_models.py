@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from engines import DATA, PAIRS, nmse, same_bits
+from gpu_prepared import answers
 
 import refengine
 from instrumentation.devices.cuda import CudaDevice
@@ -14,6 +15,10 @@ from instrumentation.devices.cuda import CudaDevice
 if TYPE_CHECKING:
     from gpu_report import Report
 
+#: as the recorded logits have it
+OPTIONS: dict[str, Any] = {"cache_type_k": "f32", "cache_type_v": "f32", "n_ctx": 128}
+#: those whose host results ``prepare.py`` makes: one of each architecture, and quantised ones
+PREPARED_MODELS = ("llama", "qwen35", "qwen35moe", "qwen3", "qwen35-Q4_K_M", "llama-Q4_1")
 DRAFTS = {"spec_type": "draft-mtp", "draft_n_max": 3}
 MODELS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in PAIRS),
@@ -23,8 +28,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 
 def load(name: str, device: str, **options: Any) -> refengine.Engine:
     """A model with float32 caches, as its recorded logits have."""
-    defaults = {"cache_type_k": "f32", "cache_type_v": "f32", "n_ctx": 128}
-    return refengine.load(DATA / f"{name}.gguf", device=device, **(defaults | options))
+    return refengine.load(DATA / f"{name}.gguf", device=device, **(OPTIONS | options))
 
 
 def results(name: str, device: str, **options: Any) -> tuple[Any, Any, float, bool, list[int]]:
@@ -72,6 +76,35 @@ def models(report: Report) -> None:
             report.count(label, error < 1e-10 and all(holds))
             shown = "|".join("y" if each else "NO" for each in holds)
             print(f"|{label}|{error:.1e}|{shown}|{seconds:.1f}|{rate:.0f}|{guard[2]:.0f}|", flush=True)
+
+
+def prepared(report: Report) -> None:
+    """Some models against results that ``prepare.py`` made of the host: off, and guard."""
+    held = answers("models")
+    if held is None:
+        report.missed(
+            "prepared", "PREPARED names no folder with models.npz; make one with tests/gpu/prepare.py"
+        )
+        return
+    print("| model | NMSE | greedy | host bits | choice | guard | clean | s |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name in PREPARED_MODELS:
+        with report.part(name), np.load(DATA / f"{name}.npz") as recorded:
+            started = time.perf_counter()
+            wanted, greedy = recorded["logits"], recorded["greedy"].tolist()
+            logits, made, _, clean, chosen = results(name, "cuda")
+            guard = results(name, "cuda", check="guard")
+            error = nmse(logits, wanted)
+            holds = [
+                made.tokens == greedy,
+                same_bits(logits, held[f"{name} logits"]) and same_bits(made.logits, held[f"{name} made"]),
+                chosen == held[f"{name} chosen"].tolist() == guard[4],
+                same_bits(guard[0], logits) and same_bits(guard[1].logits, made.logits),
+                clean and guard[3],
+            ]
+            report.count(f"prepared {name}", error < 1e-10 and all(holds))
+            shown = "|".join("y" if each else "NO" for each in holds)
+            print(f"|{name}|{error:.1e}|{shown}|{time.perf_counter() - started:.1f}|", flush=True)
 
 
 def memory(report: Report) -> None:
