@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import click
 
 from cli import model_options as options
-from cli.command import EngineCommand, Refused, Settings, count_bytes
+from cli.command import EngineCommand, Refused, Settings, beside_arenas, count_bytes
 from cli.failures import FAILED, end_engine
 from cli.refused import REFUSED
 from instrumentation.errors import BadInputError
@@ -100,7 +100,7 @@ def bench(
     plan = BenchPlan.of(resolve_model(model), levels=levels, override_kv=overrides, **given)
     quiet = settings.verbosity < 0
     with display(quiet=quiet) as shown, FORMATS[output](plan) as table:
-        ending = _Ending(shown)
+        ending = _Ending(shown, quiet=quiet)
         results = run(plan, progress=shown.weights, step=shown.measuring, close=ending)
         copies: dict[str, Result] = {}
         with contextlib.closing(results):
@@ -118,12 +118,18 @@ def bench(
 class _Ending:
     """Closes engines, and counts what they found."""
 
-    def __init__(self, shown: Display) -> None:
+    def __init__(self, shown: Display, *, quiet: bool) -> None:
         self.shown = shown
+        self.quiet = quiet
         self.found = 0
 
     def __call__(self, engine: Engine) -> None:
+        from refengine.inspection import DriverMemory  # noqa: PLC0415 - as above
+
         self.shown.clear()
+        beside = DriverMemory.of(engine)
+        if beside and not self.quiet:
+            click.echo(f"check {engine.level}: {beside_arenas(beside)}", err=True)
         self.found += end_engine(engine)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from instrumentation.errors import BadInputError
+
+if TYPE_CHECKING:
+    from refengine.inspection import DriverMemory
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -142,6 +145,13 @@ def count_bytes(nbytes: int) -> str:
     while size >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]
     return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
+
+
+def beside_arenas(memory: DriverMemory) -> str:
+    """``beside arenas: 2 captured graphs 4.0 MiB, loaded kernels 2.0 MiB, page-locked 1.3 MiB of the host``."""
+    graphs = f"{memory.graphs} captured graph{'s' * (memory.graphs != 1)} {count_bytes(memory.graph_nbytes)}"
+    kernels = f"loaded kernels {count_bytes(memory.kernel_nbytes)}"
+    return f"beside arenas: {graphs}, {kernels}, page-locked {count_bytes(memory.host_nbytes)} of the host"
 
 
 def together(*decorators: Callable[[F], F]) -> Callable[[F], F]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from cli import model_options as options
-from cli.command import EngineCommand, Settings, count_bytes
+from cli.command import EngineCommand, Settings, beside_arenas, count_bytes
 from cli.failures import FAILED, end_engine
 from cli.refused import REFUSED
 from instrumentation.errors import BadInputError
@@ -85,6 +85,7 @@ def generate(
     text = _read_prompt(prompt, file)
     from cli.display import display  # noqa: PLC0415 - --help does without what it takes to run
     from refengine.gguf_lookup import parse_override_kv  # noqa: PLC0415
+    from refengine.inspection import DriverMemory  # noqa: PLC0415
     from refengine.models import resolve_model  # noqa: PLC0415
     from refengine.options import EngineOptions  # noqa: PLC0415
     from refengine.sampling import SamplingParams  # noqa: PLC0415
@@ -101,11 +102,14 @@ def generate(
             chat = single_turn or system_prompt is not None
             result = _write(engine, _chat(engine, text, system_prompt) if chat else text, shown, given)
             peak = engine.allocator.snapshot()
+            beside = DriverMemory.of(engine)
         finally:
             shown.clear()
             found = end_engine(engine)
     if settings.verbosity >= 0:
         _summarise(engine, result, peak.reserved_peak, peak.used.peak)
+        if beside:
+            click.echo(beside_arenas(beside), err=True)
     if found:
         raise click.exceptions.Exit(FAILED)
 

@@ -306,6 +306,7 @@ def _memory_lines(summary: Summary) -> Iterator[str]:
     columns: list[tuple[str, Callable[[MemoryPoint], int | None]]] = [
         ("reserved", lambda point: point.reserved),
         ("used", lambda point: point.used),
+        ("explained", lambda point: point.explained),
         ("device", lambda point: point.device),
         ("process", lambda point: point.resident),
     ]

@@ -180,10 +180,13 @@ class Allocator:
         with self._heap.section():
             return self._heap.ledger.snapshot()
 
-    def table(self) -> tuple[Row, ...]:
-        """Who holds how much now, largest first."""
+    def table(self, *, process: bool = False) -> tuple[Row, ...]:
+        """Who holds how much now, largest first: buffers, captured graphs, page-locked staging.
+
+        ``process``: with what the driver holds for the whole process, such as loaded kernels.
+        """
         with self._heap.section():
-            return self._heap.ledger.table()
+            return self._heap.ledger.table(process=process)
 
     def close(self) -> list[Finding]:
         """Report what is still reserved (MEM006) or was never checked (RES001), and give everything back.
@@ -270,7 +273,7 @@ class Allocator:
             free=free,
             largest_free=free,
             holders=rows_by_size(
-                (arena.owner, arena.name, arena.driver_nbytes) for arena in heap.arenas.values()
+                (arena.owner, arena.name, arena.driver_nbytes, 0) for arena in heap.arenas.values()
             ),
             reason=reason,
         )
@@ -284,7 +287,7 @@ class Allocator:
         for buffer in self._live_locked():
             _require(buffer.live, f"{buffer!r} is held as live")
             expected[buffer.owner, buffer.name] += buffer.nbytes
-        table = {(row.owner, row.name): row.nbytes for row in heap.ledger.table()}
+        table = {(row.owner, row.name): row.nbytes for row in heap.ledger.buffers()}
         _require(table == dict(expected), f"the ledger has {table}, live buffers are {dict(expected)}")
         snapshot = heap.ledger.snapshot()
         _require(snapshot.used.current == expected.total(), f"{snapshot.used.current} != {expected.total()}")

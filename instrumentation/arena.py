@@ -368,7 +368,7 @@ class Arena:
             free=free_list.nbytes,
             largest_free=free_list.largest,
             holders=rows_by_size(
-                (buffer.owner, buffer.name, buffer.nbytes) for buffer in self.live_buffers()
+                (buffer.owner, buffer.name, buffer.nbytes, 0) for buffer in self.live_buffers()
             ),
             reason=reason,
         )

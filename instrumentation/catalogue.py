@@ -30,7 +30,6 @@ NOT_REPORTED = frozenset(
         "OWN002", "OWN011", "OWN012",
         "GRA002", "GRA003",
         "LIB001", "LIB002",
-        "ACC001",
         "RAC001", "SYN001",
         "NUM001",
     }

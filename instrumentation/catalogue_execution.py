@@ -99,14 +99,12 @@ EXECUTION = (
         "ACC001",
         "device memory beyond the ledger",
         Level.AUDIT,
-        """After warm-up the device has less free memory than the ledger explains: something allocates
-        behind the allocator's back.""",
+        """After warm-up the device has more and more memory in use that the ledger does not account for:
+        something allocates behind the allocator's back, again and again. The report has the time series, and
+        what grew in the ledger meanwhile. Another process on the device that keeps taking memory looks the same;
+        one that takes it once does not.""",
         """Reserve through the allocator. Growth with each capture points to library workspaces in
         graphs.""",
-        sketch="""
-        engine.warm_up()
-        hidden = cuda.device_array(1 << 28)
-        """,
     ),
     Entry(
         "RAC001",

@@ -118,7 +118,7 @@ class Heap:
         self.limit = limit
         self.zones = Redzones(redzone if self.guarded else 0)
         self.faults = faults
-        self.ledger = Ledger()
+        self.ledger = Ledger(memory.account)
         self.quarantine = Quarantine(quarantine_bytes)
         self.arenas: dict[int, Arena] = {}
         #: buffers that were freed or shared since the start: what was found of any buffer may be otherwise now

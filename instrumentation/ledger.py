@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from instrumentation.account import Account, DriverUsage
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -13,11 +15,14 @@ if TYPE_CHECKING:
 
 
 class Row(NamedTuple):
-    """Payload bytes that an owner holds under one name."""
+    """Bytes that an owner holds under one name: payload of buffers, or what the driver holds beside arenas."""
 
     owner: Owner
     name: str
+    #: of the device's memory
     nbytes: int
+    #: of the host's memory, page-locked
+    host: int = 0
 
 
 class Usage(NamedTuple):
@@ -41,6 +46,8 @@ class Snapshot:
     arenas: Mapping[str, Usage]
     #: reservations that succeeded, since the start
     reservations: int
+    #: what the driver holds for this device beside arenas: captured graphs, staging, checks
+    driver: DriverUsage
 
     def __post_init__(self) -> None:
         assert 0 <= self.reserved <= self.reserved_peak, self
@@ -49,9 +56,13 @@ class Snapshot:
 
 
 class Ledger:
-    """Counters. Not locked: the allocator calls it under its own lock."""
+    """Counters. Not locked: the allocator calls it under its own lock.
 
-    def __init__(self) -> None:
+    ``account`` knows what the driver holds beside arenas; a ledger without one knows of buffers alone.
+    """
+
+    def __init__(self, account: Account | None = None) -> None:
+        self.account = account if account is not None else Account()
         self.reserved = 0
         self.reserved_peak = 0
         self.reservations = 0
@@ -65,11 +76,13 @@ class Ledger:
 
     def reserve_driver(self, nbytes: int) -> None:
         """Count ``nbytes`` that the device gave."""
+        self.account.arena(nbytes)
         self.reserved += nbytes
         self.reserved_peak = max(self.reserved_peak, self.reserved)
 
     def release_driver(self, nbytes: int) -> None:
         """Count ``nbytes`` that the device got back."""
+        self.account.arena(-nbytes)
         self.reserved -= nbytes
         assert self.reserved >= 0, self.reserved
 
@@ -106,17 +119,32 @@ class Ledger:
             owners={owner: Usage(self._owners[owner], peak) for owner, peak in self._owner_peaks.items()},
             arenas={arena: Usage(self._arenas[arena], peak) for arena, peak in self._arena_peaks.items()},
             reservations=self.reservations,
+            driver=self.account.usage,
         )
 
-    def table(self) -> tuple[Row, ...]:
-        """List what is held now, largest first; buffers of one owner and name are one row."""
-        return rows_by_size((owner, name, nbytes) for (owner, name), nbytes in self._rows.items())
+    def buffers(self) -> tuple[Row, ...]:
+        """List live buffers, largest first; those of one owner and name are one row."""
+        return rows_by_size((owner, name, nbytes, 0) for (owner, name), nbytes in self._rows.items())
+
+    def table(self, *, process: bool = False) -> tuple[Row, ...]:
+        """List what is held now, largest first: buffers, and what the driver holds beside arenas.
+
+        ``process``: with what it holds for all devices of this GPU in this process, such as loaded kernels.
+        """
+        accounts = {self.account, self.account.shared} if process else {self.account}
+        beside = [row for account in accounts for row in account.rows]
+        return rows_by_size(
+            [(owner, name, usage.device, usage.host) for owner, name, usage in beside]
+            + [(row.owner, row.name, row.nbytes, 0) for row in self.buffers()]
+        )
 
 
-def rows_by_size(holdings: Iterable[tuple[Owner, str, int]]) -> tuple[Row, ...]:
-    """Add holdings up by owner and name, and sort them, largest first."""
+def rows_by_size(holdings: Iterable[tuple[Owner, str, int, int]]) -> tuple[Row, ...]:
+    """Add holdings (owner, name, bytes, page-locked bytes) up by owner and name, and sort them, largest first."""
     sums: Counter[tuple[Owner, str]] = Counter()
-    for owner, name, nbytes in holdings:
+    locked: Counter[tuple[Owner, str]] = Counter()
+    for owner, name, nbytes, host in holdings:
         sums[owner, name] += nbytes
-    rows = (Row(owner, name, nbytes) for (owner, name), nbytes in sums.items())
-    return tuple(sorted(rows, key=lambda row: (-row.nbytes, row.owner.name, row.name)))
+        locked[owner, name] += host
+    rows = (Row(owner, name, nbytes, locked[owner, name]) for (owner, name), nbytes in sums.items())
+    return tuple(sorted(rows, key=lambda row: (-row.nbytes, -row.host, row.owner.name, row.name)))

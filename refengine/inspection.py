@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from instrumentation.reservation import BufferRequest
     from refengine.context_plan import ContextSettings
+    from refengine.engine import Engine
     from refengine.gguf_file import GGUFFile
     from refengine.gguf_values import Scalar
     from refengine.options import EngineOptions
@@ -225,6 +226,36 @@ def _arena(owner: Owner, name: str, layouts: Iterable[Iterable[BufferRequest]]) 
 
 def _sizes(level: Level) -> Allocator:
     return Allocator(HostMemory(), level=level, findings=FindingLog())
+
+
+@dataclass(frozen=True, slots=True)
+class DriverMemory:
+    """What the driver holds for an engine beside its arenas; nothing on the host device."""
+
+    #: captured graphs that are kept, and their bytes of device memory
+    graphs: int
+    graph_nbytes: int
+    #: bytes of device memory of loaded kernels, of the whole process
+    kernel_nbytes: int
+    #: bytes of the host's memory that are page-locked
+    host_nbytes: int
+
+    @classmethod
+    def of(cls, engine: Engine) -> DriverMemory:
+        """Of an engine now, by its ledger."""
+        account = engine.device.account
+        rows = [row for each in {account, account.shared} for row in each.rows]
+        graphs = [(owner, name, usage.device) for owner, name, usage in rows if name.startswith("graph ")]
+        return cls(
+            graphs=len({(owner, name) for owner, name, _ in graphs}),
+            graph_nbytes=sum(nbytes for *_, nbytes in graphs),
+            kernel_nbytes=sum(usage.device for _, name, usage in rows if name == "loaded kernels"),
+            host_nbytes=sum(usage.host for *_, usage in rows),
+        )
+
+    def __bool__(self) -> bool:
+        """Whether there is anything."""
+        return any((self.graphs, self.graph_nbytes, self.kernel_nbytes, self.host_nbytes))
 
 
 # --- the values

@@ -18,6 +18,13 @@ LINES = re.findall(
 SHOWS = {
     "generate.py": ["bit-identical: True", "0 findings"],
     "overflow.py": ["MEM002 canary right of a buffer damaged: 4 bytes, y of example, kernel scale"],
+    "sanitize.py": [
+        "STR011 unordered read and write: 400 bytes, y of main",
+        "examples/sanitize.py:29 in main\n      san.copy_out(y, copies)",
+        "MEM002 canary right of a buffer damaged: 4 bytes, y of main, kernel double",
+        "2 findings: device host, level audit",
+    ],
+    "sanitize_cuda.py": [""],  # one line without a GPU, asserts of its own with one
     "slots.py": ["4 of 4 completed", "'def fib(n):': bits as alone: True", "0 findings"],
     "out_of_memory.py": ["Compute error.", "(the same tokens)", "0 findings", "smallest limit that works"],
 }

@@ -10,10 +10,12 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from instrumentation.account import Account
     from instrumentation.allocator import Allocator
     from instrumentation.devices.launch import Argument, Grid
     from instrumentation.faults import Faults
     from instrumentation.kernel import Kernel
+    from instrumentation.memory_watch import MemoryWatch
     from instrumentation.ownership import Owner
     from instrumentation.view import View
 
@@ -38,6 +40,8 @@ class DeviceMemory(Protocol):
     name: str
     #: every address returned by ``allocate`` is a multiple of this many bytes
     alignment: int
+    #: what was taken from the device, by ``allocate`` and beside it
+    account: Account
 
     def memory_info(self) -> MemoryInfo:
         """Free and total bytes."""
@@ -166,6 +170,8 @@ class Device(DeviceMemory, Protocol):
     behind_bus: bool
     #: which calls fail on purpose
     faults: Faults | None
+    #: whether memory grows beyond what is accounted for; None where nobody looks
+    memory_watch: MemoryWatch | None
 
     def watch(self, allocator: Allocator) -> None:
         """Check work against an allocator of this device, from level ``guard`` on."""

@@ -35,6 +35,7 @@ class CudaDevice(CudaMemory, WatchedDevice):
     wide_loads = True
     behind_bus = True
     stages_copies = True
+    own_memory = True
 
     def __init__(
         self, ordinal: int = 0, *, driver: Driver | None = None, compile_kernel: Compile = compile_image

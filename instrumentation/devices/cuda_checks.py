@@ -49,6 +49,11 @@ class RegionTable:
     #: of ``check_regions``; where its flags are changes from check to check
     parameters: Parameters
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory."""
+        return len(self.regions) * _ROW_NBYTES
+
 
 @dataclass(frozen=True)
 class Queued:
@@ -92,6 +97,10 @@ class CanaryChecks:
         except BaseException:
             driver.free_pinned(self._host)
             raise
+        #: where its memory is accounted for
+        self.held = device.account.hold(
+            stream.owner, f"checks of stream {stream.name}", device=MAX_ROWS * _ROW_NBYTES, host=4 * FLAGS
+        )
 
     def after_launch(self, launch: Launch) -> None:
         """Queue the check of what a launch wrote."""
@@ -149,6 +158,7 @@ class CanaryChecks:
         driver = self._device.context.driver
         driver.free(self._block)
         driver.free_pinned(self._host)
+        self.held.drop()
 
     def _short_table(self, buffers: tuple[Buffer, ...]) -> RegionTable | None:
         regions = self._regions(buffers)

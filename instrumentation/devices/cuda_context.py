@@ -12,10 +12,12 @@ from weakref import WeakKeyDictionary
 
 from numba.core import types as nb
 
+from instrumentation.account import Account
 from instrumentation.devices.cuda_driver import DriverCallError
 from instrumentation.devices.launch import dtype_of
 from instrumentation.errors import BadInputError, DeviceError, OutOfMemoryError
 from instrumentation.kernel.cuda_image import CudaImage, compile_image
+from instrumentation.ownership import Owner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     Compile: TypeAlias = Callable[[Kernel, tuple[int, int]], CudaImage]
 
 _lock = threading.RLock()
+#: who holds what belongs to the whole process
+PROCESS = Owner("process")
 _contexts: WeakKeyDictionary[Driver, dict[int, CudaContext]] = WeakKeyDictionary()
 
 
@@ -76,6 +80,9 @@ class CudaContext:
         self._functions: dict[Kernel, Any] = {}
         self._thread = threading.local()
         self._scratch: Scratch | None = None
+        #: what this process took from the GPU, whichever device object did
+        self.account = Account()
+        self._modules = self.account.hold(PROCESS, "loaded kernels", measured=True)
 
     def calls(self, who: str, on_lost: Callable[[], None] | None = None) -> DriverCalls:
         """A block of driver calls on behalf of ``who``; enter it as often as needed."""
@@ -132,7 +139,14 @@ class CudaContext:
             )
         with self.calls(f"loading kernel {kernel.name}"):
             self.enter(again=True)
-            return self.driver.load(image.data, image.entry)
+            before = self.free_memory()
+            function = self.driver.load(image.data, image.entry)
+            self._modules.grow(device=max(0, before - self.free_memory()))
+            return function
+
+    def free_memory(self) -> int:
+        """Bytes of the GPU that nobody holds. A driver's call, as those around it."""
+        return self.driver.memory_info()[0]
 
     def scratch(self) -> Scratch:
         """What synchronous memory calls use, made on first use."""
@@ -208,5 +222,6 @@ class Scratch:
             self.flags = self.table + 24 * self.MAX_REGIONS
             #: uint64: where ``find_mismatch`` puts what it found
             self.word = self.table + 28 * self.MAX_REGIONS
+        context.account.hold(PROCESS, "scratch", device=32 * self.MAX_REGIONS, host=self.NBYTES)
         #: fills are queued on ``stream``, and not known to be done
         self.unsettled = False

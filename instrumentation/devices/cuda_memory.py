@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from instrumentation.account import Account
 from instrumentation.devices.base import MemoryInfo
 from instrumentation.devices.cuda_driver import DriverCallError
 from instrumentation.devices.cuda_kernels import FIND_BLOCKS, check_regions, find_mismatch
@@ -40,6 +41,7 @@ class CudaMemory:
     def __init__(self, context: CudaContext) -> None:
         self.context = context
         self.name = context.name
+        self.account = Account(context.account)
         self._memory_calls = context.calls("memory")
         #: bytes by address
         self._blocks: dict[int, int] = {}

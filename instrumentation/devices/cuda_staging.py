@@ -15,6 +15,7 @@ import numpy.typing as npt
 from instrumentation.devices.host_memory import bytes_at
 
 if TYPE_CHECKING:
+    from instrumentation.account import Held
     from instrumentation.devices.cuda_driver import Driver
 
 SEGMENT_NBYTES = 1 << 20
@@ -51,12 +52,21 @@ class _Landing(NamedTuple):
 class Staging:
     """The ring of one stream. Its calls are made inside the stream's ``DriverCalls``."""
 
-    def __init__(self, driver: Driver, stream: Any, segment_nbytes: int = SEGMENT_NBYTES) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        stream: Any,
+        segment_nbytes: int = SEGMENT_NBYTES,
+        *,
+        held: Held | None = None,
+    ) -> None:
         self._driver = driver
         self._stream = stream
         self._nbytes = segment_nbytes
         self._segments: list[Segment] = []
         self._current = -1
+        #: where its memory is accounted for
+        self.held = held
         self._landings: deque[_Landing] = deque()
         #: pieces of copies out that were queued, ever
         self.n_queued = 0
@@ -111,6 +121,8 @@ class Staging:
         for segment in segments:
             self._driver.destroy_event(segment.event)
             self._driver.free_pinned(segment.address)
+        if self.held is not None:
+            self.held.drop()
 
     def _take(self, nbytes: int) -> tuple[Segment, Bytes]:
         """A segment with the bytes behind what is used of it: ``nbytes``, or a whole segment of a larger copy."""
@@ -132,6 +144,8 @@ class Staging:
         following = self._current + 1
         if following == len(self._segments) and following < MAX_SEGMENTS:
             self._segments.append(Segment(self._driver, self._nbytes))
+            if self.held is not None:
+                self.held.grow(host=self._nbytes)
         self._current = following % len(self._segments)
         segment = self._segments[self._current]
         if segment.in_flight:

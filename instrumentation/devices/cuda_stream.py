@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,10 @@ from instrumentation.devices.launch import bind
 from instrumentation.kernel.cuda_entry import LEAST_CAPABILITY
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from instrumentation.devices.cuda import CudaDevice
+    from instrumentation.devices.cuda_driver import Driver
     from instrumentation.devices.launch import Argument, Grid, Launch
     from instrumentation.kernel import Kernel
     from instrumentation.ownership import Owner
@@ -77,12 +78,20 @@ class CudaGraph(CapturedGraph):
         #: where it was replayed last
         self.stream = stream
         self.handle: Any = None
+        account = stream.device.account
+        # What the driver took for it, which free memory tells, and what it was asked for.
+        self._held = account.hold(stream.owner, f"graph {name}", measured=True)
+        self._held_table = account.hold(stream.owner, f"graph {name}")
+        self._replayed = False
         try:
             with self._calls:
                 checks = stream.checks()
                 if checks is not None:
                     self.table, self._table_address = checks.table(written_buffers(self.captured))
-                self.handle = self._capture(launches)
+                    if self.table is not None:
+                        self._held_table.grow(device=self.table.nbytes)
+                with self._measuring():
+                    self.handle = self._capture(launches)
         except BaseException:
             self.destroy()
             raise
@@ -107,11 +116,35 @@ class CudaGraph(CapturedGraph):
             raise
         return driver.end_capture(handle)
 
+    @contextmanager
+    def _measuring(self) -> Iterator[None]:
+        """Around what may make the driver take memory for this graph."""
+        context = self.device.context
+        before = context.free_memory()
+        yield
+        self._held.grow(device=max(0, before - context.free_memory()))
+
+    def queue(self, driver: Driver, stream: Any) -> None:
+        """Queue a replay; the first one brings the graph to the GPU."""
+        if self._replayed:
+            driver.replay(self.handle, stream)
+            return
+        with self._measuring():
+            driver.replay(self.handle, stream)
+        self._replayed = True
+
     def destroy(self) -> None:
         """Unpin the buffers and give the graph up."""
         if self.destroyed:
             return
         super().destroy()
+        try:
+            self._release()
+        finally:
+            self._held.drop()
+            self._held_table.drop()
+
+    def _release(self) -> None:
         context = self.device.context
         graph, self.handle = self.handle, None
         address, self._table_address = self._table_address, 0
@@ -124,7 +157,9 @@ class CudaGraph(CapturedGraph):
             if address:
                 context.driver.free(address)
             if graph is not None:
+                before = context.free_memory()
                 context.driver.destroy_graph(graph)
+                self._held.drop(returned=context.free_memory() - before)
 
     def __str__(self) -> str:
         return f"graph {self.name}"
@@ -146,7 +181,8 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
         with device.context.calls(f"stream {name} of {owner}"):
             self.handle = self._driver.create_stream()
         device.handles.add(self, self.handle)
-        self.staging = Staging(self._driver, self.handle)
+        held = device.account.hold(owner, f"staging of stream {name}")
+        self.staging = Staging(self._driver, self.handle, held=held)
 
     # --- launches
 
@@ -242,7 +278,7 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
         with self._calls:
             self.pending = True
             graph.stream = self
-            self._driver.replay(graph.handle, self.handle)
+            graph.queue(self._driver, self.handle)
             device.context.last_launch = graph
             checks = self.checks()
             if checks is not None:
@@ -257,6 +293,8 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+        self.device.look_at_memory()
+        self.device.look_at_memory()
 
     def drain(self) -> None:
         """Wait, let copies land and report damage. What a callback of the findings raises waits for ``synchronize``."""
@@ -297,6 +335,14 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
             self._forget()
             if self.device.context.lost is None:
                 self._release()
+            else:
+                self._drop_account()
+
+    def _drop_account(self) -> None:
+        """What is left on a lost device goes with the process."""
+        for held in (self.staging.held, self._checks.held if self._checks is not None else None):
+            if held is not None:
+                held.drop()
 
     def _release(self) -> None:
         self.device.settle()

@@ -35,6 +35,7 @@ class HostDevice(HostMemory, WatchedDevice):
     wide_loads = False
     behind_bus = False
     stages_copies = False
+    own_memory = False
 
     def __init__(self, threads: int | None = None) -> None:
         HostMemory.__init__(self)

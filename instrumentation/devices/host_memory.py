@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from instrumentation.account import Account
 from instrumentation.devices.base import MemoryInfo
 from instrumentation.errors import DeviceError, OutOfMemoryError
 
@@ -28,6 +29,7 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._blocks: dict[int, Bytes] = {}
+        self.account = Account()
 
     def memory_info(self) -> MemoryInfo:
         """Memory of the machine: what the system says is available, of what there is."""

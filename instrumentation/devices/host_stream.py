@@ -115,6 +115,7 @@ class HostStream(CheckedStream[PreparedLaunch, HostEvent, HostGraph]):
         finally:
             # What did not run was dropped.
             self._host_waited()
+        self.device.look_at_memory()
 
     def run_until(self, mark: int) -> None:
         """Run queued operations until ``mark`` of them, counted since the stream began, are done.

@@ -12,6 +12,7 @@ from instrumentation.errors import BadInputError
 from instrumentation.findings import Finding, capture_stack
 from instrumentation.happens_before.audit import DeviceAudit
 from instrumentation.levels import Level
+from instrumentation.memory_watch import MemoryWatch
 from instrumentation.reports.text import refused
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class WatchedDevice:
     kind: ClassVar[str]
     #: whether ``copy_in`` has taken what it needs of the host array when it returns
     stages_copies: ClassVar[bool]
+    #: whether it counts free memory of its own, not the machine's
+    own_memory: ClassVar[bool]
     name: str
 
     def __init__(self) -> None:
@@ -39,6 +42,8 @@ class WatchedDevice:
         self.monitor: AccessMonitor | None = None
         #: which work is ordered; None below level ``audit``
         self.audit: DeviceAudit | None = None
+        #: whether memory grows beyond what is accounted for; None below level ``audit``, and on the host
+        self.memory_watch: MemoryWatch | None = None
         #: handles of streams and events, compared from level ``guard`` on
         self.handles = HandleRegistry()
         self.findings: FindingLog | None = None
@@ -55,6 +60,13 @@ class WatchedDevice:
         if allocator.level >= Level.AUDIT:
             self.audit = DeviceAudit(self, allocator.findings)
         allocator.watch_frees(self.audit)
+        watches = allocator.level >= Level.AUDIT and self.own_memory
+        self.memory_watch = MemoryWatch(allocator) if watches else None
+
+    def look_at_memory(self) -> None:
+        """The host has waited for a stream: a moment to compare device memory with the ledger."""
+        if self.memory_watch is not None:
+            self.memory_watch.tick()
 
     def host_access(
         self, array: npt.NDArray[Any], use: HostUse = "read", *, owner: Owner | None = None

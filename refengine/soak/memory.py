@@ -32,13 +32,20 @@ class MemoryPoint:
     device: int | None
     #: resident memory of the process; None where the system does not say
     resident: int | None
+    #: in use of the device, by the account of this process: arenas, captured graphs, loaded kernels
+    explained: int = 0
 
     @classmethod
     def of(cls, engine: Engine) -> MemoryPoint:
         """Of an engine now."""
         snapshot = engine.allocator.snapshot()
         return cls(
-            snapshot.reserved, snapshot.reserved_peak, snapshot.used.current, _device(engine), resident()
+            snapshot.reserved,
+            snapshot.reserved_peak,
+            snapshot.used.current,
+            _device(engine),
+            resident(),
+            engine.device.account.shared.explained,
         )
 
 
@@ -73,8 +80,8 @@ def growth(
     if not warmed_up:
         return
     if warm.device is not None and end.device is not None:
-        # What the ledger may explain is the ledger's growth.
-        explained = max(0, end.reserved - warm.reserved)
+        # What the account may explain is its growth.
+        explained = max(0, end.explained - warm.explained)
         grown = end.device - warm.device - explained
         if grown > DEVICE_TOLERANCE:
             yield f"the device has {grown} bytes more in use than after warm-up, and the ledger does not know them"

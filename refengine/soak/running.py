@@ -279,6 +279,9 @@ class Soak:
         if warm or self._stopped:
             self._points["warm-up"] = MemoryPoint.of(self.engine)
             self._warmed_up = warm
+            watch = self.engine.device.memory_watch
+            if watch is not None and warm:
+                watch.begin()
             self._warm_up = f"{self.counts.completed} completed requests, {self.seconds:.1f} s"
 
     def _settle_memory(self) -> None:

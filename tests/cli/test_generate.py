@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import re
+from pathlib import Path
 
 import pytest
+from fake_cuda import fake_device
 
 import refengine
 from instrumentation.ownership import Owner
@@ -13,6 +15,7 @@ from refengine.context import Context
 from refengine.engine import Engine
 from refengine.weights import Weights
 
+DATA = Path(__file__).resolve().parent.parent / "data"
 GREEDY = ("--temp", "0")
 
 
@@ -118,6 +121,20 @@ def test_the_summary_has_tokens_rates_and_memory(generate):
     )
     assert 0 < int(peak[2]) <= int(peak[1])
     assert len(lines) == 4, "level off without findings says nothing of findings"
+
+
+def test_on_a_gpu_the_summary_ends_with_what_the_driver_holds(run, monkeypatch):
+    device = fake_device()
+    device.context.driver.graph_nbytes = 2 << 20
+    monkeypatch.setattr(refengine.engine, "open_device", lambda *_, **__: device)
+    result = run(
+        "generate", "-m", DATA / "llama.gguf", "-c", "256", "-p", "the in an", "-n", "3", "--ignore-eos"
+    )
+    assert result.exit_code == 0, result.stderr
+    *_, last = result.stderr.splitlines()
+    assert last == (
+        "beside arenas: 2 captured graphs 4.0 MiB, loaded kernels 0 B, page-locked 1.2 MiB of the host"
+    )
 
 
 def test_quiet_says_nothing(generate):

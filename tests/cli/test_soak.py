@@ -63,7 +63,7 @@ def test_the_table_says_how_requests_ended_and_what_it_cost(soak):
     assert table["completed of those that fit"] == "100.00 %"
     assert (table["differences"], table["findings"]) == ("0", "0")
     assert int(table["tokens generated"]) > 500
-    assert memory[0].split() == ["bytes", "reserved", "used", "device", "process"]
+    assert memory[0].split() == ["bytes", "reserved", "used", "explained", "device", "process"]
     assert [line.split()[0] for line in memory[1:]] == ["load", "warm-up", "end", "warm-up:"]
     assert end == ["0 problems"]
 
@@ -154,7 +154,7 @@ def test_an_interrupted_soak_prints_what_it_has(soak, monkeypatch, tmp_path):
     table, (memory, end) = rows(result.stdout)
     assert table["steps"] == "59"
     assert int(table["unfinished"]) > 0
-    assert memory[3].split() == ["end", "-", "-", "-", "-"]
+    assert memory[3].split() == ["end", "-", "-", "-", "-", "-"]
     assert end == ["0 problems, not finished"]
     assert json.loads(file.read_text())["finished"] is False
 

@@ -235,7 +235,7 @@ class TestLedger:
         either.buffer(100, TARGET, "kv")
         either.buffer(100, TARGET, "kv")
         either.buffer(150, DRAFT, "kv")
-        assert either.allocator.table() == ((TARGET, "kv", 200), (DRAFT, "kv", 150))
+        assert either.allocator.table() == ((TARGET, "kv", 200, 0), (DRAFT, "kv", 150, 0))
 
     def test_books_that_contradict_each_other_are_a_bug(self, either):
         either.buffer()

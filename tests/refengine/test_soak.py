@@ -8,10 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_cuda import fake_device
 from hypothesis import given
 from hypothesis import strategies as st
 
 from instrumentation.errors import BadInputError
+from instrumentation.memory_watch import MemoryWatch
 from instrumentation.ownership import Owner
 from refengine.context import Context, DecodeStatus
 from refengine.options import EngineOptions
@@ -410,3 +412,28 @@ def test_an_interrupted_soak_has_a_summary():
     assert summary.memory["end"] is None
     assert summary.verified == 0
     assert summary.ok
+
+
+# --- device memory against the ledger
+
+
+@pytest.mark.parametrize("leak", [0, MIB])
+def test_a_device_that_leaks_while_it_is_soaked_is_a_finding(leak):
+    device = fake_device()
+    plan = SoakPlan(end=End(60, "requests"), pool=12)
+
+    def step():
+        device.context.driver.hidden += leak
+
+    with Soak(DATA / "llama.gguf", replace(OPTIONS, device=device, check="audit"), plan) as soak:
+        assert device.memory_watch is not None
+        often = {"every": 0, "spacing": 0, "every_waits": 1, "warm_waits": None}
+        device.memory_watch = MemoryWatch(soak.engine.allocator, **often)
+        soak.run(step)
+        rows = {row.name for row in soak.engine.allocator.table()}
+        summary = soak.summary()
+    assert device.memory_watch.watching
+    assert any(name.startswith("graph target ") for name in rows)
+    assert {finding.code for finding in soak.engine.findings} == ({"ACC001"} if leak else set())
+    assert kinds(summary) == ({"finding", "growth"} if leak else set())
+    assert soak.engine.allocator.table() == ()

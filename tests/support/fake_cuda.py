@@ -78,6 +78,10 @@ class FakeDriver:
     def __init__(self, *, n_devices: int = 2, total: int = 1 << 30) -> None:
         self.n_devices = n_devices
         self.total = total
+        #: bytes of device memory that somebody else took
+        self.hidden = 0
+        #: bytes that the driver takes for a graph when it is instantiated, and gives back with it
+        self.graph_nbytes = 0
         self.calls: Counter[str] = Counter()
         self.broken: dict[str, str] = {}
         self.lost: str | None = None
@@ -96,7 +100,7 @@ class FakeDriver:
     @property
     def used(self) -> int:
         """Bytes of device memory that are allocated."""
-        return sum(block.nbytes for block in self.memory.values())
+        return sum(block.nbytes for block in self.memory.values()) + self.graph_nbytes * len(self.graphs)
 
     def _enter(self, call: str, *, context: bool = True) -> None:
         self.calls[call] += 1
@@ -154,7 +158,7 @@ class FakeDriver:
 
     def memory_info(self) -> tuple[int, int]:
         self._enter("memory_info")
-        return self.total - self.used, self.total
+        return self.total - self.used - self.hidden, self.total
 
     def allocate(self, nbytes: int) -> int:
         self._enter("allocate")

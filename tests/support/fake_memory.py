@@ -6,6 +6,7 @@ from bisect import bisect_right
 
 import numpy as np
 
+from instrumentation.account import Account
 from instrumentation.devices.base import MemoryInfo
 from instrumentation.errors import DeviceError, OutOfMemoryError
 
@@ -21,6 +22,7 @@ class FakeMemory:
         self.alignment = alignment
         self.total = total
         self.calls = 0
+        self.account = Account()
         self._next = _FIRST + (alignment if alignment < 256 else 0)
         self._mapped: dict[int, np.ndarray] = {}
         #: raise ``DeviceError`` at fills from now on

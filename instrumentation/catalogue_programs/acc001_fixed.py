@@ -1,0 +1,36 @@
+"""A library works in memory that the allocator reserved for it."""
+
+from instrumentation.allocator import Allocator
+from instrumentation.devices.base import MemoryInfo
+from instrumentation.devices.host import HostDevice
+from instrumentation.findings import FindingLog
+from instrumentation.levels import Level
+from instrumentation.memory_watch import MemoryWatch
+from instrumentation.ownership import Owner
+
+
+class Library(HostDevice):
+    """A device with a library that brings its own workspace unless it is given one."""
+
+    taken = 0
+
+    def memory_info(self) -> MemoryInfo:
+        """Free and total bytes."""
+        return MemoryInfo(free=(1 << 30) - self.taken, total=1 << 30)
+
+    def multiply(self, workspace: object) -> None:
+        """One step of the program."""
+        self.taken += 0 if workspace else 4 << 20
+
+
+target = Owner("target")
+findings = FindingLog()
+device = Library()
+allocator = Allocator(device, level=Level.AUDIT, findings=findings)
+arena = allocator.reserve_arena(1 << 16, owner=target, name="arena").unwrap()
+workspace = arena.reserve(400, owner=target, name="workspace").unwrap()
+watch = MemoryWatch(allocator, spacing=0)
+watch.begin()
+for _ in range(4):
+    device.multiply(workspace)
+    watch.sample()
