@@ -191,6 +191,8 @@ class Allocator:
     def close(self) -> list[Finding]:
         """Report what is still reserved (MEM006) or was never checked (RES001), and give everything back.
 
+        At level ``audit`` also graphs that nobody destroyed (GRA002).
+
         Closing twice does nothing. A device that fails is closed as far as it goes, then its first error is
         raised.
         """
@@ -200,8 +202,10 @@ class Allocator:
             return []
         heap.drop_unchecked()
         errors = []
+        leaked = heap.audit.graphs.leaks(stack) if heap.audit is not None else []
         with heap.section() as found:
             heap.closed_at = stack
+            found.extend(leaked)
             arenas = list(heap.arenas.values())
             for arena in arenas:
                 if not arena.buffers and not arena.overlays:
@@ -220,6 +224,7 @@ class Allocator:
         heap = self._heap
         memory = heap.memory
         size = align_up(nbytes)
+        heap.watch_capture(f"a reservation for arena {name}", owner)
         # A device that aligns to less than a payload needs gets a little more, so that a start can be found.
         need = size if memory.alignment % ALIGNMENT == 0 else size + ALIGNMENT
         injected = heap.injected_failure(owner, name, need, f"device {memory.name}")

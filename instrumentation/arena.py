@@ -170,6 +170,7 @@ class Arena:
         changes nothing: MEM005 when it was released before, GRA001 while a buffer in it is pinned.
         """
         stack = capture_stack()
+        self.heap.watch_capture(f"release() of arena {self.name}", self.owner)
         with self.heap.section() as found:
             self.require_usable(found, stack, "release")
             for buffer in self.all_buffers():
@@ -255,6 +256,7 @@ class Arena:
         heap = self.heap
         sizes = [heap.zones.block_nbytes(request.nbytes) for request in requests]
         first = requests[0]
+        heap.watch_capture(f"a reservation for {first.name}", first.owner)
         injected = heap.injected_failure(first.owner, first.name, sum(sizes), f"arena {self.name}")
         if injected is not None:
             return self._failure(first, sum(sizes), injected)
@@ -333,6 +335,7 @@ class Arena:
         sizes = [heap.zones.block_nbytes(request.nbytes) for request in requests]
         total = sum(sizes)
         whole = BufferRequest(total, owner, name)
+        heap.watch_capture(f"a reservation for overlay {name}", owner)
         injected = heap.injected_failure(owner, name, total, f"arena {self.name}")
         if injected is not None:
             return self._failure(whole, total, injected)

@@ -36,8 +36,8 @@ class Buffer:
     """``nbytes`` bytes at ``address``, a multiple of 256, until ``free()``. Made by a reservation."""
 
     __slots__ = (
-        "_leases", "_pins", "_read_only", "address", "allocation", "arena", "block", "free_stack", "freed",
-        "generation", "heap", "name", "nbytes", "overlay", "owner", "serial",
+        "_last_leases", "_leases", "_pins", "_read_only", "address", "allocation", "arena", "block",
+        "free_stack", "freed", "generation", "heap", "name", "nbytes", "overlay", "owner", "serial",
     )  # fmt: skip
 
     def __init__(
@@ -70,6 +70,8 @@ class Buffer:
         self._read_only = False
         self._pins: dict[str, int] = {}
         self._leases: list[Lease] = []
+        #: the last one that each borrower had, active or over
+        self._last_leases: dict[Owner, Lease] = {}
 
     @property
     def state(self) -> BufferState:
@@ -97,6 +99,14 @@ class Buffer:
     def leases(self) -> tuple[Lease, ...]:
         """Leases that are active now."""
         return tuple(lease for lease in self._leases if lease.active)
+
+    def last_lease(self, to: Owner) -> Lease | None:
+        """What ``to`` was lent this buffer by last: active, or over by now. None when it never was, or since a free."""
+        return self._last_leases.get(to)
+
+    def leases_for(self, owner: Owner, mode: Mode) -> list[Lease]:
+        """Leases by which ``owner`` may access this buffer in ``mode`` now."""
+        return [lease for lease in self._leases if lease.permits(owner, mode)]
 
     def facts(self) -> BufferFacts:
         """Return what a finding keeps of this buffer."""
@@ -184,10 +194,13 @@ class Buffer:
         if self._read_only and mode == "write":
             raise BadInputError(f"{self.name} is shared read-only; lend it in mode 'read'")
         lease = Lease(self, to=to, mode=mode, after=after)
+        if self.heap.audit is not None and after is not None:
+            lease.handed = self.heap.audit.snapshot(after)
         with self.heap.section():
             live = self.live
             if live:
                 self._leases.append(lease)
+                self._last_leases[to] = lease
         if not live:
             self.refuse_dead(f"a lease to {to}")
         return lease
@@ -216,6 +229,7 @@ class Buffer:
         for lease in self._leases:
             lease.close_at(stack)
         self._leases.clear()
+        self._last_leases.clear()
         self._pins.clear()
 
     def refuse(self, finding: Finding) -> NoReturn:

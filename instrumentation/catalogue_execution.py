@@ -47,28 +47,28 @@ EXECUTION = (
         "GRA001",
         "captured graph names a buffer that goes away",
         Level.AUDIT,
-        """A buffer that a captured graph names was about to be freed (refused), or was moved or planned
-        anew; the next replay would write into memory that belongs to something else.""",
-        """Drop the graph first: it unpins its buffers.""",
+        """A buffer that a captured graph names was about to be freed (refused at every level), or a graph
+        was about to be replayed whose memory was planned anew and belongs to something else now (MEM004 at level
+        guard).""",
+        """Destroy the graph first: it unpins its buffers. Replay it under the plan that it was captured for.""",
     ),
     Entry(
         "GRA002",
         "graph cache out of bounds",
         Level.AUDIT,
-        """The cache of captured graphs grew beyond its bound, or a graph was captured again although an
-        identical one is kept: each capture costs device memory.""",
-        """Look the plan up by its shape before a capture; evict the oldest graph.""",
-        sketch="""
-        for _ in range(1000):
-            executor.capture(plan)
-        """,
+        """The cache of captured graphs grew beyond its bound (`device.bound_graphs`), a graph was captured
+        again although an identical one is kept, or a graph was never destroyed: each one holds device memory. The call
+        is reported and goes on.""",
+        """Look the graph up by its shape before a capture; destroy the oldest one; destroy all before the allocator is
+        closed.""",
     ),
     Entry(
         "GRA003",
         "allocation or synchronise during capture",
         Level.AUDIT,
-        """Memory was reserved or freed, or a stream synchronised, while a stream was being captured.""",
-        """Reserve everything before the capture begins.""",
+        """Memory was reserved or freed while a stream was being captured, or that stream was synchronised, or
+        copied from or to the host. The copy is an error as well; the others are reported and go on.""",
+        """Reserve everything, and copy what the launches read, before the capture begins.""",
     ),
     Entry(
         "LIB001",

@@ -134,14 +134,11 @@ MEMORY = (
         "OWN002",
         "stream or event of another owner",
         Level.GUARD,
-        """A context launched on, recorded or waited with a stream or event that belongs to another
-        context.""",
-        """Give each context a stream of its own, and order the two with an event.""",
-        sketch="""
-        stream = device.stream(owner=target, name="target.0")
-        with draft_context.launching():
-            scale[1, 32, stream](x, 2.0)
-        """,
+        """A context recorded, on its stream, an event that belongs to another context, whose waiters take
+        it for the owner's work. What a context queues on another one's stream counts as work of that one, and is
+        OWN001 where it names a buffer that is not that one's to use.""",
+        """Give each context a stream and events of its own; order the two by letting one wait for the other's
+        event.""",
     ),
     Entry(
         "OWN003",
@@ -157,24 +154,25 @@ MEMORY = (
         "OWN010",
         "access outside a lease",
         Level.AUDIT,
-        """A context accessed a buffer of another context without a lease, wrote under a lease to read,
-        or used a lease after its end.""",
+        """A context wrote under a lease to read, accessed a buffer after its lease had ended, or ended a
+        lease twice. Where it never had a lease that is OWN001; at level guard all accesses are.""",
         """Lend in the mode that is needed, for as long as it is needed: `with buffer.lend(...)`.""",
     ),
     Entry(
         "OWN011",
         "lease without a recorded event",
         Level.AUDIT,
-        """A buffer was lent without an event, or with one that was never recorded, so nothing orders
-        the borrower behind the owner's writes.""",
+        """The borrower used a buffer that was lent behind an event which was never recorded, or which was
+        recorded before the owner's last access; or that was lent without an event, while work of the owner on it may
+        still be under way.""",
         """Record the event on the owner's stream after its last write, then lend with `after=event`.""",
     ),
     Entry(
         "OWN012",
         "hand-over not ordered",
         Level.AUDIT,
-        """The borrower's stream did not wait for the lease's event, or the owner went on before the
-        borrower was done.""",
+        """The borrower's stream did not wait for the lease's event before an access, or the owner went on
+        before the borrower was done.""",
         """`draft_stream.wait(written)` before the first launch of the borrower, and back again after
         the last.""",
     ),

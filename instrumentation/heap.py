@@ -260,6 +260,7 @@ class Heap:
         """See ``Buffer.free``."""
         stack = capture_stack()
         if self.audit is not None:
+            self.watch_capture(f"free() of {buffer.name}", buffer.owner)
             with self.section() as found:
                 self._require_freeable(buffer, stack, found)
             self.require_idle(f"free() of {buffer.name}", buffer.facts())
@@ -336,6 +337,11 @@ class Heap:
         finding = self.audit.free_finding(what, facts) if self.audit is not None else None
         if finding is not None:
             self.refuse(finding)
+
+    def watch_capture(self, what: str, owner: Owner) -> None:
+        """Report (GRA003) a change of what is reserved while a stream is captured. Not for use inside a section."""
+        if self.audit is not None:
+            self.audit.graphs.during_capture(what, owner)
 
     def forget(self, arena: Arena) -> None:
         """An arena was released. Not for use inside a section, as above."""

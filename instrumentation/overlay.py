@@ -103,6 +103,7 @@ class Overlay:
         """
         heap = self.arena.heap
         stack = capture_stack()
+        heap.watch_capture(f"release() of overlay {self.name}", self.owner)
         if self.active and not any(buffer.pins for buffer in self.buffers):
             heap.require_idle(f"release() of overlay {self.name}", self.facts())
         with heap.section() as found:

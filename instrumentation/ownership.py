@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from instrumentation.buffer import Buffer
+    from instrumentation.happens_before.order import Snapshot
 
 Mode = Literal["read", "write"]
 
@@ -33,17 +34,19 @@ class Owner:
 class Lease:
     """The right of ``to`` to read, or to read and write, a buffer of another owner until ``end()``.
 
-    ``after`` is the event that orders the borrower behind the lender's last write; the audit of leases
-    asks for it. Made by ``Buffer.lend``. A lease is over when it is ended or when its buffer is freed.
+    ``after`` is the event that orders the borrower behind the lender's last write; level ``audit`` asks for it at each
+    access of the borrower. Made by ``Buffer.lend``. A lease is over when it is ended or when its buffer is freed.
     """
 
-    __slots__ = ("_ended", "after", "buffer", "ended_at", "made_at", "mode", "to")
+    __slots__ = ("_ended", "after", "buffer", "ended_at", "handed", "made_at", "mode", "to")
 
     def __init__(self, buffer: Buffer, *, to: Owner, mode: Mode, after: object | None) -> None:
         self.buffer = buffer
         self.to = to
         self.mode: Mode = mode
         self.after = after
+        #: what ``after`` stood for when the lease was made, at level ``audit``; None when it had not been recorded
+        self.handed: Snapshot | None = None
         self.made_at: Stack = capture_stack()
         self.ended_at: Stack = ()
         self._ended = False

@@ -18,7 +18,7 @@ from instrumentation.reservation import BufferRequest, ReservationError
 from refengine.batch import Batch, micro_batches
 from refengine.context_plan import MAX_OUTPUTS, ContextPlan, ContextSettings
 from refengine.errors import AbortedError, ComputeError, ContextSizeError
-from refengine.executor import Executor, Operations
+from refengine.executor import MAX_EXECUTABLES, Executor, Operations
 from refengine.graph import BatchShape
 from refengine.kernels.rope import rope_tables
 from refengine.memory.kv_cache import KVCache
@@ -99,6 +99,7 @@ class Context:
             self.executor = Executor(
                 allocator, self.stream, self.owner, plan.graph, operations, capture=self.settings.capture
             )
+            device.bound_graphs(self.owner, MAX_EXECUTABLES)
             self.executor.reserve(self.executor.nbytes(self.settings.reserved_shapes))
             undo.callback(self.executor.release)
             self._undo = undo.pop_all()

@@ -1,4 +1,6 @@
-"""A lease is ended by hand, and again by its owner."""
+"""The draft writes into what it was lent to read."""
+
+import numpy as np
 
 from instrumentation.allocator import Allocator
 from instrumentation.devices import open_device
@@ -10,8 +12,16 @@ target, draft = Owner("target"), Owner("draft")
 findings = FindingLog()
 device = open_device("host")
 allocator = Allocator(device, level=Level.AUDIT, findings=findings)
+device.watch(allocator)
 arena = allocator.reserve_arena(1 << 16, owner=target, name="arena").unwrap()
 buffer = arena.reserve(400, owner=target, name="kv.k.0").unwrap()
-lease = buffer.lend(to=draft, mode="read")
-lease.end()
-lease.end()
+view = buffer.view("float32", 100)
+stream = device.create_stream(owner=target, name="target")
+other = device.create_stream(owner=draft, name="draft")
+written = device.create_event(owner=target, name="written")
+stream.fill(view, 0)
+stream.record(written)
+with buffer.lend(to=draft, mode="read", after=written):
+    other.wait(written)
+    other.copy_in(view, np.ones(100, np.float32))
+    other.synchronize()

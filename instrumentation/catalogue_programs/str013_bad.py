@@ -19,5 +19,6 @@ buffer = arena.reserve(400, owner=target, name="kv.k.0").unwrap()
 view = buffer.view("float32", 100)
 staging = np.ones(100, np.float32)
 stream.copy_in(view, staging)
+device.host_access(staging, "write")
 staging[:] = 0
 stream.synchronize()

@@ -20,4 +20,5 @@ view = buffer.view("float32", 100)
 staging = np.ones(100, np.float32)
 stream.copy_in(view, staging)
 stream.synchronize()
+device.host_access(staging, "write")
 staging[:] = 0

@@ -185,9 +185,13 @@ class Device(DeviceMemory, Protocol):
         """A new event of ``owner``."""
         ...
 
+    def bound_graphs(self, owner: Owner, at_most: int) -> None:
+        """Say how many captured graphs ``owner`` keeps at a time: one more is reported (GRA002) at level ``audit``."""
+        ...
+
     def host_access(
         self,
-        array: npt.NDArray[Any],
+        array: npt.NDArray[Any] | View,
         use: Literal["read", "write", "free"] = "read",
         *,
         owner: Owner | None = None,

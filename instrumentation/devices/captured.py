@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from instrumentation.devices.monitor import Access, Standing, launch_accesses
@@ -14,12 +15,17 @@ if TYPE_CHECKING:
     from instrumentation.happens_before.footprint import Footprint
 
 
+_serials = itertools.count(1)
+
+
 class CapturedGraph:
     """Launches that are replayed as one. Pins every buffer that they name until ``destroy``."""
 
     def __init__(self, device: WatchedDevice, name: str, launches: Sequence[Launch]) -> None:
         self.device = device
         self.name = name
+        #: number of this graph among all
+        self.serial = next(_serials)
         self.destroyed = False
         #: what a finding behind a replay can be blamed on
         self.captured = tuple(launches)
@@ -58,6 +64,8 @@ class CapturedGraph:
         """Unpin the buffers."""
         if not self.destroyed:
             self.destroyed = True
+            if self.device.audit is not None:
+                self.device.audit.graphs.remove(self)
             for buffer in self._buffers:
                 # A buffer that its allocator took back at close has no pins left.
                 if not buffer.freed:

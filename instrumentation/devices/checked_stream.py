@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: fault sites of what is no copy
 _SITE_KINDS: dict[str, FaultKind] = {"record": "event", "wait": "event", "replay": "graph"}
+#: what is a mistake during any capture, not only one that this package's captures cannot take
+_HOST_COPIES = frozenset({"copy_in", "copy_out"})
 _NOT_AUDITED = nullcontext()
 
 
@@ -181,6 +183,14 @@ class CheckedStream(ABC, Generic[P, E, G]):
     def record(self, event: Event) -> None:
         """Queue a mark."""
         own = self._own_event(event, "record")
+        if own.owner != self.owner and self.device.monitor is not None:
+            self.device.refuse(
+                "OWN002",
+                f"stream {self.name} of {self.owner} would record event {own.name} of {own.owner}; record events of "
+                f"{self.owner} there, and let others wait for them",
+                self.owner,
+                self.name,
+            )
         self._admit("record")
         self._queue_record(own)
         if self.device.audit is not None:
@@ -205,18 +215,30 @@ class CheckedStream(ABC, Generic[P, E, G]):
             )
         pass_site(self.device.faults, "graph", f"begin_capture on {self.name}")
         self._capture = []
+        if self.device.audit is not None:
+            self.device.audit.graphs.begin(self, self.name, self.owner)
 
     def end_capture(self, name: str) -> G:
-        """Return the captured launches as one graph."""
+        """Return the captured launches as one graph. At level ``audit`` one too many is reported (GRA002)."""
         if self._capture is None:
             raise DeviceError(f"stream {self.name}: end_capture without begin_capture")
         pass_site(self.device.faults, "graph", f"end_capture of {name} on {self.name}")
-        launches, self._capture = self._capture, None
-        return self._make_graph(name, launches)
+        launches = self._capture
+        self.abandon_capture()
+        graph = self._make_graph(name, launches)
+        if self.device.audit is not None:
+            try:
+                self.device.audit.graphs.add(graph, self.owner, self.name)
+            except BaseException:  # of a callback of the findings: nobody gets to know the graph
+                graph.destroy()
+                raise
+        return graph
 
     def abandon_capture(self) -> None:
         """Forget a capture."""
         self._capture = None
+        if self.device.audit is not None:
+            self.device.audit.graphs.end(self)
 
     def replay(self, graph: Graph) -> None:
         """Queue a graph after the checks that its launches had when they were captured."""
@@ -227,7 +249,7 @@ class CheckedStream(ABC, Generic[P, E, G]):
         if graph.destroyed:
             raise DeviceError(f"stream {self.name}: replay of graph {graph.name}, which was destroyed")
         if self.device.monitor is not None:
-            self.device.monitor.check_standing(graph.standing, self.owner, self.name)
+            self.device.monitor.check_graph(graph, self.owner, self.name)
         self._admit("replay")
         own: Any = graph  # one of this device is of its kind
         audit = self.device.audit
@@ -245,6 +267,10 @@ class CheckedStream(ABC, Generic[P, E, G]):
         """The host has waited for all that is queued, or it will never run."""
         if self.device.audit is not None:
             self.device.audit.host_waited_stream(self)
+            if self._capture is not None:
+                self.device.audit.graphs.during_capture(
+                    f"synchronize of stream {self.name}", self.owner, self
+                )
 
     def _restore_handle(self) -> None:
         """The stream is about to be destroyed: by the handle that was given for it."""
@@ -260,6 +286,8 @@ class CheckedStream(ABC, Generic[P, E, G]):
     def _admit(self, what: str, *, read: View | None = None, write: View | None = None) -> Sequence[Access]:
         self._require_usable()
         if self._capture is not None:
+            if self.device.audit is not None and what in _HOST_COPIES:
+                self.device.audit.graphs.during_capture(f"{what} on stream {self.name}", self.owner, self)
             raise DeviceError(f"stream {self.name}: {what} during capture; only launches can be captured")
         if read is not None:
             self._admit_access(what, read, "read")

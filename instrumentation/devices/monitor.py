@@ -1,4 +1,7 @@
-"""Level ``guard``: every buffer that work names is live, and its owner's to use, before the work is queued."""
+"""Level ``guard``: every buffer that work names is live, and its owner's to use, before the work is queued.
+
+At level ``audit`` a lease that does not cover an access has a code of its own, and so has a graph whose memory is gone.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from instrumentation.reports.text import refused
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from instrumentation.devices.captured import CapturedGraph
     from instrumentation.devices.launch import Launch
     from instrumentation.findings import FindingLog
     from instrumentation.ownership import Mode, Owner
@@ -63,6 +67,11 @@ class Standing:
         self._changes = -1
 
     @property
+    def lent(self) -> tuple[Access, ...]:
+        """Those to buffers of others that the last check which passed relied on leases for."""
+        return self._lent
+
+    @property
     def changes(self) -> int:
         """Changes of all heaps up to now."""
         return sum(heap.changes for heap in self._heaps)
@@ -87,13 +96,18 @@ class Standing:
 
 
 class AccessMonitor:
-    """Refuses what would touch a dead buffer (MEM004) or one of another owner (OWN001)."""
+    """Refuses what would touch a dead buffer (MEM004) or one of another owner (OWN001).
 
-    def __init__(self, findings: FindingLog, device: str) -> None:
+    ``audits``: a lease that there is, or was, and that does not cover the access is OWN010, and a graph that names a
+    dead buffer is GRA001.
+    """
+
+    def __init__(self, findings: FindingLog, device: str, *, audits: bool = False) -> None:
         self.findings = findings
         self.device = device
+        self.audits = audits
 
-    def check(self, accesses: Iterable[Access], owner: Owner, stream: str) -> None:
+    def check(self, accesses: Iterable[Access], owner: Owner, stream: str | None) -> None:
         """Raise ``FindingError`` for the first access that ``owner`` may not make now."""
         for access in accesses:
             access.view.check_live(
@@ -106,22 +120,64 @@ class AccessMonitor:
             if not access.view.buffer.permits(owner, access.mode):
                 self._refuse(access, owner, stream)
 
-    def check_standing(self, standing: Standing, owner: Owner, stream: str) -> None:
+    def check_graph(self, graph: CapturedGraph, owner: Owner, stream: str) -> None:
         """As ``check``, at once when nothing is otherwise than when it passed last."""
+        standing = graph.standing
         if not standing.holds(owner):
             changes = standing.changes
+            if self.audits:
+                self._require_in_place(graph, owner, stream)
             self.check(standing.accesses, owner, stream)
             standing.passed(owner, changes)
 
-    def _refuse(self, access: Access, owner: Owner, stream: str) -> NoReturn:
+    def _require_in_place(self, graph: CapturedGraph, owner: Owner, stream: str) -> None:
+        """Refuse (GRA001) a graph whose memory was given up, or belongs to another plan now."""
+        for access in graph.accesses:
+            view, buffer = access.view, access.view.buffer
+            if view.generation == buffer.generation and buffer.live:
+                continue
+            if buffer.freed:
+                kind, why = "replay into a freed buffer", "which was freed"
+            else:
+                active = buffer.arena.active
+                overlay = buffer.overlay.name if buffer.overlay is not None else "nothing"
+                now = f"overlay {active.name}" if active is not None else "nobody"
+                kind = "replay after its memory was planned anew"
+                why = (
+                    f"but its memory belongs to {now} now; activate {overlay} first, or capture the graph of the plan "
+                    "that is active"
+                )
+            finding = Finding(
+                code="GRA001",
+                kind=kind,
+                message=f"graph {graph.name} of {owner} names {view.name} of {buffer.owner}, {why}",
+                buffer=buffer.facts(),
+                kernel=access.kernel,
+                argument=access.argument,
+                launch=access.launch,
+                stream=stream,
+                actor=owner.name,
+                device=self.device,
+                access=capture_stack(),
+                allocation=buffer.allocation,
+                free=buffer.free_stack,
+            )
+            self.findings.append(finding)
+            raise refused(finding)
+
+    def _refuse(self, access: Access, owner: Owner, stream: str | None) -> NoReturn:
         view, buffer = access.view, access.view.buffer
         state = "shared read-only" if buffer.read_only else f"owned by {buffer.owner} and not lent to {owner}"
         through = f" through {access.argument}" if access.argument is not None else ""
+        lease = None if buffer.read_only else buffer.last_lease(owner)
         # A lease to read does not help who wants to write.
         if any(lease.to == owner for lease in buffer.leases):
             state = f"owned by {buffer.owner} and lent to {owner} for reading only"
+        elif lease is not None:
+            state = f"owned by {buffer.owner} and no longer lent to {owner}"
+        of_lease = self.audits and lease is not None
         finding = Finding(
-            code="OWN001",
+            code="OWN010" if of_lease else "OWN001",
             message=f"{access.what} of {owner} would {access.mode} {view.name}{through}, which is {state}",
             buffer=buffer.facts(),
             kernel=access.kernel,
@@ -131,6 +187,7 @@ class AccessMonitor:
             actor=owner.name,
             device=self.device,
             access=capture_stack(),
+            previous=lease.ended_at or lease.made_at if lease is not None else (),
             allocation=buffer.allocation,
         )
         self.findings.append(finding)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 
-from instrumentation.devices.monitor import AccessMonitor
+from instrumentation.devices.monitor import Access, AccessMonitor
 from instrumentation.devices.registry import HandleRegistry
 from instrumentation.errors import BadInputError
 from instrumentation.findings import Finding, capture_stack
@@ -14,6 +14,7 @@ from instrumentation.happens_before.audit import DeviceAudit
 from instrumentation.levels import Level
 from instrumentation.memory_watch import MemoryWatch
 from instrumentation.reports.text import refused
+from instrumentation.view import View
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -55,10 +56,9 @@ class WatchedDevice:
         self.findings = allocator.findings
         guarded = allocator.level >= Level.GUARD
         self.allocator = allocator if guarded else None
-        self.monitor = AccessMonitor(allocator.findings, self.name) if guarded else None
-        self.audit = None
-        if allocator.level >= Level.AUDIT:
-            self.audit = DeviceAudit(self, allocator.findings)
+        audited = allocator.level >= Level.AUDIT
+        self.monitor = AccessMonitor(allocator.findings, self.name, audits=audited) if guarded else None
+        self.audit = DeviceAudit(self, allocator.findings) if audited else None
         allocator.watch_frees(self.audit)
         watches = allocator.level >= Level.AUDIT and self.own_memory
         self.memory_watch = MemoryWatch(allocator) if watches else None
@@ -68,19 +68,37 @@ class WatchedDevice:
         if self.memory_watch is not None:
             self.memory_watch.tick()
 
+    def bound_graphs(self, owner: Owner, at_most: int) -> None:
+        """Say how many captured graphs ``owner`` keeps at a time: one more is reported (GRA002) at level ``audit``."""
+        if self.audit is not None:
+            self.audit.graphs.bound(owner, at_most)
+
     def host_access(
-        self, array: npt.NDArray[Any], use: HostUse = "read", *, owner: Owner | None = None
+        self, array: npt.NDArray[Any] | View, use: HostUse = "read", *, owner: Owner | None = None
     ) -> None:
         """Say that the host is about to ``read``, ``write`` or ``free`` an array that copies were queued with.
 
-        Raises ``RefusedError`` (STR013) at level ``audit`` when such a copy may still be under way.
+        Raises ``RefusedError`` (STR013) at level ``audit`` when such a copy may still be under way. A view stands for
+        device memory that the host reads or writes itself, for ``owner`` (that of its buffer unless given): refused as
+        a launch of that owner would be, were it queued behind all that the host has waited for.
         """
         if use not in ("read", "write", "free"):
             raise BadInputError(f"host_access for {use!r}; use 'read', 'write' or 'free'")
+        if isinstance(array, View):
+            self._host_access_memory(array, use, owner or array.buffer.owner)
+            return
         if not isinstance(array, np.ndarray):
-            raise BadInputError(f"host_access of {type(array).__name__}; give a NumPy array")
+            raise BadInputError(f"host_access of {type(array).__name__}; give a NumPy array or a view")
         if self.audit is not None:
             self.audit.host_access(array, use, owner)
+
+    def _host_access_memory(self, view: View, use: HostUse, owner: Owner) -> None:
+        if use == "free":
+            raise BadInputError(f"host_access for 'free' of view {view.name}; free its buffer")
+        if self.monitor is not None:
+            self.monitor.check([Access(f"the host's {use}", view, use)], owner, None)
+        if self.audit is not None:
+            self.audit.host_access_memory(view, use, owner)
 
     def check_handle(self, thing: object, what: str, handle: Any, owner: Owner, stream: str | None) -> None:
         """Refuse (STR001) a stream or event whose handle is not what was given for it, from level ``guard`` on."""

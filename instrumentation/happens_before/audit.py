@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
+from instrumentation.devices.monitor import Access
 from instrumentation.findings import CallSite
+from instrumentation.graphs import GraphRegistry
+from instrumentation.happens_before import handover
 from instrumentation.happens_before.accesses import HOST, HostTouch, Kind, Operation, Touch
 from instrumentation.happens_before.detector import RaceDetector
 from instrumentation.happens_before.footprint import Footprint
@@ -21,12 +25,13 @@ if TYPE_CHECKING:
 
     from instrumentation.devices.captured import CapturedGraph
     from instrumentation.devices.checked_stream import CheckedEvent, CheckedStream
-    from instrumentation.devices.monitor import Access
     from instrumentation.devices.watched import WatchedDevice
     from instrumentation.findings import BufferFacts, Finding, FindingLog
     from instrumentation.happens_before.accesses import Conflict
     from instrumentation.happens_before.clocks import StreamClock
+    from instrumentation.happens_before.order import Snapshot
     from instrumentation.ownership import Owner
+    from instrumentation.view import View
 
 HostUse = Literal["read", "write", "free"]
 _KINDS = {"read": Kind.READ, "write": Kind.WRITE, "free": Kind.FREE}
@@ -87,25 +92,29 @@ class DeviceAudit:
         #: apart from the memory of other devices of that name
         self.space = f"{device.name} {id(self):#x}"
         self._streams: dict[CheckedStream[Any, Any, Any], StreamClock] = {}
+        #: graphs that were captured here, and captures under way
+        self.graphs = GraphRegistry(findings, device.name)
 
     # --- operations: each is refused here, or kept by the Step
 
-    def operation(self, stream: CheckedStream[Any, Any, Any], accesses: Iterable[Access]) -> Step:
-        """A launch, copy or fill. Raises ``RefusedError`` (STR010, STR011)."""
+    def operation(self, stream: CheckedStream[Any, Any, Any], accesses: Sequence[Access]) -> Step:
+        """A launch, copy or fill. Raises ``RefusedError`` (STR010, STR011; of lent buffers OWN011, OWN012)."""
         with self.shared.lock:
             op = self._begin(stream)
+            broken = self._broken(stream, accesses)
             touches = self._touches(op, accesses)
             conflict = self.shared.detector.check(touches)
-        self._refuse(conflict)
+        self._refuse(conflict, broken)
         return Step(self, (op,), touches)
 
     def copy_in(
-        self, stream: CheckedStream[Any, Any, Any], accesses: Iterable[Access], source: npt.NDArray[Any]
+        self, stream: CheckedStream[Any, Any, Any], accesses: Sequence[Access], source: npt.NDArray[Any]
     ) -> Step:
         """A copy from a host array. Raises ``RefusedError``: as above, and STR013."""
         detail = HostArray("copy_in", source, stream.owner)
         with self.shared.lock:
             op = self._begin(stream)
+            broken = self._broken(stream, accesses)
             touches = self._touches(op, accesses)
             read = Touch(op, HOST, *_extent(source), Kind.READ, detail)
             conflict = None
@@ -114,33 +123,35 @@ class DeviceAudit:
             else:
                 touches.insert(0, read)
             conflict = conflict or self.shared.detector.check(touches)
-        self._refuse(conflict)
+        self._refuse(conflict, broken)
         return Step(self, (op,), touches)
 
     def copy_out(
-        self, stream: CheckedStream[Any, Any, Any], accesses: Iterable[Access], target: npt.NDArray[Any]
+        self, stream: CheckedStream[Any, Any, Any], accesses: Sequence[Access], target: npt.NDArray[Any]
     ) -> Step:
         """A copy to a host array, which lands when the host waits. Raises ``RefusedError``, as ``copy_in``."""
         with self.shared.lock:
             op = self._begin(stream)
+            broken = self._broken(stream, accesses)
             touches = self._touches(op, accesses)
             landing = Operation(self._clock(stream).landing, op.site)
             detail = HostArray("copy_out", target, stream.owner)
             touches.append(Touch(landing, HOST, *_extent(target), Kind.WRITE, detail))
             conflict = self.shared.detector.check(touches)
-        self._refuse(conflict)
+        self._refuse(conflict, broken)
         return Step(self, (op, landing), touches)
 
     def replay(self, stream: CheckedStream[Any, Any, Any], graph: CapturedGraph) -> Step:
-        """A replay. Raises ``RefusedError`` (STR010, STR011)."""
+        """A replay. Raises ``RefusedError``, as ``operation``."""
         with self.shared.lock:
             op = self._begin(stream, graph.name)
+            broken = self._broken(stream, graph.standing.lent)
             footprint = graph.footprint
             if footprint is None or footprint.space != self.space:
                 footprint = Footprint(self.space, self._touches(_NO_ONE, graph.every_access()))
                 graph.footprint = footprint
             conflict = self.shared.detector.check_footprint(op, footprint)
-        self._refuse(conflict)
+        self._refuse(conflict, broken)
         return Step(self, (op,), footprint=footprint)
 
     # --- events and waiting: told when it was done
@@ -154,6 +165,11 @@ class DeviceAudit:
         """A stream was made to wait for an event."""
         with self.shared.lock:
             self.shared.detector.order.wait(self._clock(stream), event)
+
+    def snapshot(self, event: object) -> Snapshot | None:
+        """What an event stands for now; None when it was never recorded."""
+        with self.shared.lock:
+            return self.shared.detector.order.snapshot(event)
 
     def destroyed_event(self, event: CheckedEvent) -> None:
         """An event was given up."""
@@ -191,6 +207,17 @@ class DeviceAudit:
             conflict = self.shared.detector.check_host(touch)
         self._refuse(conflict)
 
+    def host_access_memory(self, view: View, use: Literal["read", "write"], owner: Owner) -> None:
+        """The host is about to use device memory itself. Raises ``RefusedError``, as ``operation``."""
+        access = Access(f"the host's {use}", view, use)
+        stop = view.address + view.nbytes
+        with self.shared.lock:
+            touch = HostTouch(self.space, view.address, stop, _KINDS[use], CallSite(), access)
+            order = self.shared.detector.order
+            broken = handover.broken((access,), owner, None, order.host, order, self.device.name)
+            conflict = self.shared.detector.check_host(touch)
+        self._refuse(conflict, broken, owner)
+
     def free_finding(self, what: str, facts: BufferFacts) -> Finding | None:
         """STR012 when queued work may still touch memory that is about to be given up; for the caller to report."""
         if self.device.lost:
@@ -221,6 +248,11 @@ class DeviceAudit:
         self.shared.detector.enter(clock)
         return Operation(clock, CallSite(), graph)
 
+    def _broken(self, stream: CheckedStream[Any, Any, Any], accesses: Iterable[Access]) -> Finding | None:
+        """OWN011 or OWN012 of what is lent and not handed over yet. After ``_begin``."""
+        order, clock = self.shared.detector.order, self._clock(stream).clock
+        return handover.broken(accesses, stream.owner, stream.name, clock, order, self.device.name)
+
     def _touches(self, op: Operation, accesses: Iterable[Access]) -> list[Touch]:
         space = self.space
         touches = []
@@ -234,10 +266,18 @@ class DeviceAudit:
     def _finding(self, conflict: Conflict) -> Finding:
         return finding_of(conflict, self.device.name, self.shared.detector.order.host)
 
-    def _refuse(self, conflict: Conflict | None) -> None:
-        if conflict is not None:
+    def _refuse(
+        self, conflict: Conflict | None, broken: Finding | None = None, owner: Owner | None = None
+    ) -> None:
+        """Raise for a lease that is broken, or else for a conflict, of the host's doing when ``owner`` is given."""
+        finding = broken
+        if finding is None and conflict is not None:
             with self.shared.lock:
                 finding = self._finding(conflict)
+            if owner is not None:
+                finding = replace(finding, actor=owner.name)
+            finding = handover.blamed(finding, conflict)
+        if finding is not None:
             self.findings.append(finding)
             raise refused(finding)
 

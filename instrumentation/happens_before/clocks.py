@@ -37,10 +37,12 @@ class StreamClock(Timeline):
     """The work of one stream.
 
     What a copy out brings lands in its host array when the host waits, so that is a timeline of its own, ``landing``:
-    behind the copies as the stream is, but nothing that is queued is behind it unless the host waited for it.
+    behind the copies as the stream is, but nothing that is queued is behind it unless the host waited for it. Records
+    of events are one as well, ``marks``: who has not waited for a record does not know it, though the work before it
+    may be done.
     """
 
-    __slots__ = ("blocking", "default", "device", "epoch", "landing")
+    __slots__ = ("blocking", "default", "device", "epoch", "landing", "marks")
 
     def __init__(
         self, device: str, name: str, owner: str, clock: Clock, *, blocking: bool, default: bool
@@ -51,6 +53,7 @@ class StreamClock(Timeline):
         self.blocking = blocking or default
         self.default = default
         self.landing = Timeline(name, owner, clock)
+        self.marks = Timeline(name, owner, clock)
         #: which of the host's clocks this one has taken in
         self.epoch = -1
 

@@ -64,6 +64,7 @@ class Order:
     def record(self, event: Hashable, stream: StreamClock) -> None:
         """Let ``event`` stand for the work queued so far. What an earlier record stood for is forgotten."""
         self.enter(stream)
+        stream.clock[stream.marks] = stream.marks.advance()
         self._events[event] = Snapshot(dict(stream.clock), stream, stream.landing.seq)
 
     def wait(self, stream: StreamClock, event: Hashable) -> None:
@@ -73,9 +74,20 @@ class Order:
         if snapshot is not None:
             join(stream.clock, snapshot.clock)
 
+    def snapshot(self, event: Hashable) -> Snapshot | None:
+        """What an event stands for now; None when it was never recorded, or destroyed."""
+        return self._events.get(event)
+
     def destroy_event(self, event: Hashable) -> None:
         """Forget an event. Who waited for it stays ordered; a new event of the same name was never recorded."""
         self._events.pop(event, None)
+
+    @staticmethod
+    def covers(clock: Clock, snapshot: Snapshot) -> bool:
+        """Whether the record of an event, and so everything that it stands for, is done at a point with that clock."""
+        return all(
+            timeline.retired or clock.get(timeline, 0) >= seq for timeline, seq in snapshot.clock.items()
+        )
 
     # --- the host
 
@@ -117,7 +129,7 @@ class Order:
             self._gone.remove(stream)
             self._streams.pop(stream, None)
             clocks = [host, *(s.clock for s in self._streams), *(e.clock for e in self._events.values())]
-            for timeline in stream.timelines:
+            for timeline in (*stream.timelines, stream.marks):
                 timeline.retired = True
                 for clock in clocks:
                     clock.pop(timeline, None)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from instrumentation import catalogue, catalogue_page, catalogue_source
-from instrumentation.catalogue import CATALOGUE, NOT_REPORTED, PARTLY_REPORTED, entry, status
+from instrumentation.catalogue import CATALOGUE, NOT_REPORTED, entry, status
 from instrumentation.errors import BadInputError
 from instrumentation.findings import RefusedError
 from instrumentation.levels import Level
@@ -46,7 +46,10 @@ class TestWhatIsReported:
     def test_status(self):
         assert status("MEM010") == "This version does not report it yet."
         assert status("MEM002") == ""
-        assert status("OWN010") == PARTLY_REPORTED["OWN010"]
+
+    def test_status_of_what_is_reported_in_part(self, monkeypatch):
+        monkeypatch.setattr(catalogue, "PARTLY_REPORTED", {"GRA001": "This version reports a free."})
+        assert status("GRA001") == "This version reports a free."
 
 
 class TestPrograms:

@@ -46,6 +46,11 @@ def same_bits(found: Array, wanted: Array) -> bool:
     return found.dtype == wanted.dtype and found.shape == wanted.shape and found.tobytes() == wanted.tobytes()
 
 
+def n_queued(stream: Any) -> int:
+    """Operations that a stream of the host device, or of one over the fake driver, was given since it began."""
+    return int(getattr(stream.handle, "queued", None) or getattr(stream, "_queued", 0))
+
+
 class FailNth:
     """Fails the ``nth`` reservation, counted from 0; with ``nth`` None it only counts."""
 

@@ -170,9 +170,12 @@ class Player:
 
     def queue(self, stream: Any, verb: str, words: tuple[str, ...]) -> None:
         if verb == "capture":
+            launches = [launch.split() for launch in " ".join(words[1:]).split(",")]
+            # What is named here for the first time is reserved before the capture.
+            for name in [name for _, *arguments in launches for name in arguments]:
+                self.view(name)
             stream.begin_capture()
-            for launch in " ".join(words[1:]).split(","):
-                kind, *arguments = launch.split()
+            for kind, *arguments in launches:
                 self.queue(stream, kind, tuple(arguments))
             self.graphs[words[0]] = stream.end_capture(words[0])
         elif verb == "replay":
