@@ -50,6 +50,7 @@ def _check_parallel(_ctx: click.Context, _param: click.Parameter, value: int) ->
 @options.sampling_options
 @options.context_options
 @options.device_options
+@options.schedule_option
 @options.override_option
 @options.check_tensors_option
 @options.speculative_options

@@ -39,6 +39,9 @@ placement_options = together(
     option("-dev", "--device", default="auto", metavar="NAME", help="auto, host, cuda or cuda:N."),
     option("-t", "--threads", type=int, metavar="N", help="Threads of the host device; all cores."),
 )
+schedule_option = option(
+    "--schedule-seed", type=int, metavar="N", help="Queued work of the host device in a random order."
+)
 memory_options = together(
     option("--device-memory-limit", callback=_size, metavar="SIZE", help="Bytes, or with KiB, MiB or GiB."),
     option(

@@ -66,6 +66,7 @@ _REFUSED = tuple(refused for refused in REFUSED if "--kv-unified" not in refused
 @click.option("-o", "--json", "json_file", metavar="FILE", help="Summary as JSON; - for stdout, no table.")
 @options.context_options
 @options.device_options
+@options.schedule_option
 @options.override_option
 @options.speculative_options
 @click.pass_obj

@@ -97,9 +97,11 @@ class Context:
                 wide=device.wide_loads,
             )
             self.executor = Executor(
-                allocator, self.stream, self.owner, plan.graph, operations, capture=self.settings.capture
-            )
-            device.bound_graphs(self.owner, MAX_EXECUTABLES)
+                allocator, self.stream, self.owner, plan.graph, operations,
+                capture=self.settings.capture, handed="hidden" if self.settings.hands_over else None,
+            )  # fmt: skip
+            # Who hands over captures what is left to do for it as a graph of its own.
+            device.bound_graphs(self.owner, MAX_EXECUTABLES * (2 if self.settings.hands_over else 1))
             self.executor.reserve(self.executor.nbytes(self.settings.reserved_shapes))
             undo.callback(self.executor.release)
             self._undo = undo.pop_all()
@@ -160,7 +162,11 @@ class Context:
 
     @contextmanager
     def lend_hidden(self, to: Context) -> Iterator[None]:
-        """Let another context read the hidden states of the last decode, behind what this stream has queued."""
+        """Let another context read the hidden states of the last decode, behind what this stream has queued.
+
+        They may be on their way still: ``decode`` waits for what it returns and for nothing else. The other stream
+        waits for them, the host does not.
+        """
         assert self._handed is not None, "a context that hands nothing over"
         self.stream.record(self._handed)
         buffer = self.kept["hidden"].buffer
@@ -172,6 +178,11 @@ class Context:
                 self.stream.synchronize()
                 raise
             yield
+
+    def settle(self) -> None:
+        """Wait for hidden states that the last decode hands over and that nobody took."""
+        if self._handed is not None:
+            self.stream.synchronize()
 
     # --- sequences
 

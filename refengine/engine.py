@@ -88,7 +88,9 @@ class Engine:
         self.level = Level.parse(options.check)
         self.config = ModelConfig.from_gguf(gguf)
         check_tensors(gguf, self.config)
-        self.device = open_device(options.device, threads=options.threads)
+        self.device = open_device(
+            options.device, threads=options.threads, schedule_seed=options.schedule_seed
+        )
         fewest, chooses = self.device.wide_loads, self.device.behind_bus
         plans = options.context_plans(self.config, fewest_launches=fewest, chooses=chooses)
         self.settings = plans[0].settings
@@ -209,6 +211,7 @@ class Engine:
                     for context in (self.context, self.draft):
                         if context is not None:
                             context.remove(0)
+                    self.context.settle()
 
     # --- generation
 

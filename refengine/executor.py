@@ -77,8 +77,13 @@ class Executable:
     Inputs are one buffer of the layout, and ``host_inputs`` is what is copied there: one array with a part for each.
     """
 
-    def __init__(self, graph: Graph, overlay: Overlay, layout: Plan) -> None:
+    def __init__(self, graph: Graph, overlay: Overlay, layout: Plan, handed: str | None = None) -> None:
         self.graph = graph
+        mine = [node.output is not None or handed not in node.buffers.values() for node in graph.nodes]
+        count = mine.index(False) if False in mine else len(mine)
+        assert not any(mine[count:]), f"nodes behind the hand-over of {handed}: {graph.nodes[count:]}"
+        #: what outputs come from, and behind it what only writes to the buffer that is handed over
+        self.nodes, self.handing_over = graph.nodes[:count], graph.nodes[count:]
         self.overlay = overlay
         self.views: dict[str, View] = {
             spec.name: overlay.buffers[layout.place[spec.name]].view(
@@ -86,7 +91,9 @@ class Executable:
             )
             for spec in graph.tensors.values()
         }
+        #: the launches of both
         self.captured: CapturedGraph | None = None
+        self.captured_hand_over: CapturedGraph | None = None
         buffer = overlay.buffers[layout.place[next(iter(layout.inputs))]]
         self.inputs: View = buffer.view(np.uint8, buffer.nbytes)
         self.host_inputs: npt.NDArray[np.uint8] = np.zeros(buffer.nbytes, np.uint8)
@@ -106,13 +113,17 @@ class Executable:
 
     def release(self) -> None:
         """Give up the captured launches, then the layout."""
-        if self.captured is not None:
-            self.captured.destroy()
+        for captured in (self.captured, self.captured_hand_over):
+            if captured is not None:
+                captured.destroy()
         self.overlay.release()
 
 
 class Executor:
-    """Executes the graphs of one context on its stream, in its compute arena."""
+    """Executes the graphs of one context on its stream, in its compute arena.
+
+    ``handed``: a persistent buffer that another context reads behind an event. Nobody waits here for what writes to it.
+    """
 
     def __init__(
         self,
@@ -123,6 +134,7 @@ class Executor:
         operations: Operations,
         *,
         capture: bool,
+        handed: str | None = None,
     ) -> None:
         self.allocator = allocator
         self.stream = stream
@@ -130,6 +142,7 @@ class Executor:
         self.build = build
         self.operations = operations
         self.capture = capture
+        self.handed = handed
         self._executables: OrderedDict[BatchShape, Executable] = OrderedDict()
 
     def nbytes(self, shapes: list[BatchShape]) -> int:
@@ -142,7 +155,7 @@ class Executor:
 
     def prepare(self, shape: BatchShape) -> Executable | ReservationError:
         """The executable of a shape; the failure when its layout could not be reserved."""
-        # What an interrupted run left in the queue must not run when another layout is active.
+        # What a hand-over, or an interrupted run, left in the queue must not run when another layout is active.
         self.stream.synchronize()
         known = self._executables.get(shape)
         if known is not None:
@@ -159,7 +172,7 @@ class Executor:
         reservation = self.arena.reserve_overlay(layout.requests, owner=self.owner, name=name)
         if reservation.error is not None:
             return reservation.error
-        executable = Executable(graph, reservation.value, layout)
+        executable = Executable(graph, reservation.value, layout, self.handed)
         self._executables[shape] = executable
         return executable
 
@@ -181,6 +194,8 @@ class Executor:
     def run(self, executable: Executable, inputs: Arrays, outputs: Arrays) -> None:
         """Copy ``inputs`` in, run the graph, copy ``outputs`` out; returns when they are there.
 
+        What the graph hands over is on its way then, behind everything else on the stream.
+
         ``inputs``: an array of its shape for each input of the graph. ``outputs``: C-contiguous, for those wanted.
         """
         executable.overlay.activate()
@@ -190,6 +205,10 @@ class Executor:
             self._queue_launches(executable)
             for name, array in outputs.items():
                 self.stream.copy_out(array, executable.views[name])
+            if executable.handing_over:
+                self.stream.synchronize()
+                self._queue_hand_over(executable)
+                return
         except Exception:
             # What is queued already writes to cells that the caller gives up now.
             self.stream.synchronize()
@@ -202,18 +221,30 @@ class Executor:
         if executable.captured is not None:
             self.stream.replay(executable.captured)
         else:
-            self._launch_all(executable)
+            self._launch(executable, executable.nodes)
+
+    def _queue_hand_over(self, executable: Executable) -> None:
+        nodes = executable.handing_over
+        if executable.captured_hand_over is None and self.capture:
+            executable.captured_hand_over = self._capture(executable, nodes, " hand-over")
+        if executable.captured_hand_over is not None:
+            self.stream.replay(executable.captured_hand_over)
+        else:
+            self._launch(executable, nodes)
 
     def _captured(self, executable: Executable) -> CapturedGraph:
+        return self._capture(executable, executable.nodes)
+
+    def _capture(self, executable: Executable, nodes: list[Node], what: str = "") -> CapturedGraph:
         self.stream.begin_capture()
         try:
-            self._launch_all(executable)
-            return self.stream.end_capture(f"{self.owner} {executable.graph.shape}")
+            self._launch(executable, nodes)
+            return self.stream.end_capture(f"{self.owner} {executable.graph.shape}{what}")
         finally:
             self.stream.abandon_capture()
 
-    def _launch_all(self, executable: Executable) -> None:
-        for node in executable.graph.nodes:
+    def _launch(self, executable: Executable, nodes: list[Node]) -> None:
+        for node in nodes:
             if interrupts.pending():  # a first launch compiles its kernel, which takes a while
                 raise AbortedError("interrupted")
             call = self.operations.call(node, executable.views)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
+from instrumentation.devices.host_schedule import check_seed
 from instrumentation.devices.launch import MAX_GRID_YZ
 from instrumentation.errors import BadInputError
 from instrumentation.levels import Level
@@ -61,6 +62,8 @@ class EngineOptions:
     fast: bool = False
     #: threads of the host device; all cores unless given
     threads: int | None = None
+    #: the host device runs what is queued in the random order of this seed, which must not change a bit
+    schedule_seed: int | None = None
 
     def __post_init__(self) -> None:
         if Level.parse(self.check) > Level.AUDIT:
@@ -76,6 +79,8 @@ class EngineOptions:
             check_cache_type(name, getattr(self, name))
         if self.fast:
             raise BadInputError("fast=True is not built yet; leave it at its default")
+        if self.schedule_seed is not None:
+            check_seed(self.schedule_seed)
         self._check_drafts()
 
     def _check_drafts(self) -> None:

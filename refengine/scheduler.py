@@ -105,7 +105,11 @@ class Scheduler:
         self.statistics.steps += 1
         self.statistics.busy_slots += len(self._running())
         self._draft(blocks)
-        self._decode(blocks)
+        try:
+            self._decode(blocks)
+        finally:
+            # Nothing is under way between steps.
+            self.context.settle()
         return True
 
     def _running(self) -> list[Slot]:

@@ -2,7 +2,7 @@
 
 Work put on a stream does not run before somebody waits for it (``synchronize``, or an event that another stream
 needs), as on a GPU: code that forgets to wait sees stale bytes here too. Launches that follow each other run in one
-native call.
+native call. With a seed the queues run in a random order that is legal: see ``host_schedule``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numba
 
 from instrumentation.devices.host_memory import Bytes, HostMemory
+from instrumentation.devices.host_schedule import Schedule, check_seed
 from instrumentation.devices.host_stream import HostEvent, HostStream
 from instrumentation.devices.watched import WatchedDevice
 from instrumentation.errors import BadInputError
@@ -27,8 +28,9 @@ __all__ = ["HostDevice", "HostEvent", "HostStream"]
 class HostDevice(HostMemory, WatchedDevice):
     """The CPU as a device.
 
-    ``threads``: how many blocks run at a time; all cores unless given. After ``watch`` the device checks owners and
-    liveness before each launch and copy, and canaries after each launch.
+    ``threads``: how many blocks run at a time; all cores unless given. ``schedule_seed``: queued work of all streams
+    runs in the random order of this seed; in the order in which it is needed unless given. After ``watch`` the device
+    checks owners and liveness before each launch and copy, and canaries after each launch.
     """
 
     kind = "host"
@@ -37,7 +39,7 @@ class HostDevice(HostMemory, WatchedDevice):
     stages_copies = False
     own_memory = False
 
-    def __init__(self, threads: int | None = None) -> None:
+    def __init__(self, threads: int | None = None, *, schedule_seed: int | None = None) -> None:
         HostMemory.__init__(self)
         WatchedDevice.__init__(self)
         most = int(numba.config.NUMBA_NUM_THREADS)
@@ -48,6 +50,10 @@ class HostDevice(HostMemory, WatchedDevice):
         if not 1 <= self.threads <= most:
             raise BadInputError(f"threads is {threads!r}; give a whole number from 1 to {most}")
         self.streams: set[HostStream] = set()
+        #: what chooses the order of queued work; None: it runs when it is needed
+        self.schedule: Schedule | None = None
+        if schedule_seed is not None:
+            self.schedule = Schedule(check_seed(schedule_seed), self.streams)
         self._retired: list[Bytes] = []
 
     def create_stream(self, *, owner: Owner, name: str) -> HostStream:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -22,6 +23,21 @@ if TYPE_CHECKING:
 
 #: queued work; returns what a callback of the findings raised meanwhile
 Operation: TypeAlias = Callable[[], Exception | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WaitFor:
+    """Queued work: runs another stream up to a mark."""
+
+    stream: HostStream
+    mark: int
+
+    def __call__(self) -> None:
+        """Run what is not done yet; with a schedule all is, or this would not have been chosen."""
+        if self.stream.done < self.mark:
+            self.stream.run_until(self.mark)
+
+
 _handles = itertools.count(0x1000)
 
 
@@ -54,13 +70,30 @@ class HostStream(CheckedStream[PreparedLaunch, HostEvent, HostGraph]):
         super().__init__(device, owner, name)
         self.handle = next(_handles)
         device.handles.add(self, self.handle)
+        #: streams in the order in which they were made, whatever becomes of the handle
+        self.number: int = self.handle
         self._queue: deque[PreparedLaunch | Operation] = deque()
         self._queued = 0
+        #: what a callback of the findings raised, for who waits next; with a schedule only
+        self._failure: Exception | None = None
 
     @property
     def pending(self) -> int:
         """Operations that wait to run."""
         return len(self._queue)
+
+    @property
+    def done(self) -> int:
+        """Operations that ran, since the stream began."""
+        return self._queued - len(self._queue)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next operation can run now: there is one, and it waits for no other stream."""
+        if not self._queue:
+            return False
+        head = self._queue[0]
+        return not isinstance(head, WaitFor) or head.stream.done >= head.mark
 
     # --- queueing
 
@@ -91,9 +124,11 @@ class HostStream(CheckedStream[PreparedLaunch, HostEvent, HostGraph]):
 
     def _queue_wait(self, event: HostEvent) -> None:
         """Run the other stream up to the event's record before what is queued from here on."""
-        other, mark = event.stream, event.mark
-        # An event that was never recorded orders nothing, as on CUDA.
-        self._enqueue(_nothing if other is None else lambda: other.run_until(mark))
+        if event.stream is None:
+            # An event that was never recorded orders nothing, as on CUDA.
+            self._enqueue(_nothing)
+        else:
+            self._enqueue(WaitFor(event.stream, event.mark))
 
     def _make_graph(self, name: str, launches: list[PreparedLaunch]) -> HostGraph:
         return HostGraph(self.device, name, Batch(launches, self.device.allocator))
@@ -104,6 +139,8 @@ class HostStream(CheckedStream[PreparedLaunch, HostEvent, HostGraph]):
     def _enqueue(self, work: PreparedLaunch | Operation) -> None:
         self._queue.append(work)
         self._queued += 1
+        if self.device.schedule is not None:
+            self.device.schedule.queued()
 
     # --- running
 
@@ -123,9 +160,36 @@ class HostStream(CheckedStream[PreparedLaunch, HostEvent, HostGraph]):
         What a callback of the findings raises is raised when they are. An operation that is interrupted ends the
         queue: what stands behind it relies on what it should have done.
         """
+        if self.device.schedule is not None:
+            self.device.schedule.run_until(self, mark)
+            failure, self._failure = self._failure, None
+        else:
+            failure = self._run(mark)
+        if failure is not None:
+            raise failure
+
+    def run_ready(self, count: int) -> None:
+        """Run up to ``count`` operations, as many as wait for no other stream. What callbacks raise is kept."""
+        stop = self.done + count
+        while self.ready and self.done < stop:
+            failure = self._run(
+                self.done + 1 if isinstance(self._queue[0], WaitFor) else self._launches(stop)
+            )
+            self._failure = self._failure or failure
+
+    def drop(self) -> None:
+        """Forget what is queued."""
+        self._queue.clear()
+
+    def _launches(self, stop: int) -> int:
+        """The mark up to which nothing waits for another stream, ``stop`` at most."""
+        ahead = itertools.takewhile(lambda work: not isinstance(work, WaitFor), self._queue)
+        return self.done + sum(1 for _ in itertools.islice(ahead, stop - self.done))
+
+    def _run(self, mark: int) -> Exception | None:
         failure: Exception | None = None
         try:
-            while self._queue and self._queued - len(self._queue) < mark:
+            while self._queue and self.done < mark:
                 # Run first: a failure that is known must not keep what stands behind it from running.
                 came = self._run_next(mark)
                 failure = failure or came
@@ -134,15 +198,14 @@ class HostStream(CheckedStream[PreparedLaunch, HostEvent, HostGraph]):
             raise
         finally:
             self.device.drop_retired()
-        if failure is not None:
-            raise failure
+        return failure
 
     def _run_next(self, mark: int) -> Exception | None:
         operation = self._queue.popleft()
         if not isinstance(operation, PreparedLaunch):
             return operation()
         launches = [operation]
-        while self._queue and self._queued - len(self._queue) < mark:
+        while self._queue and self.done < mark:
             following = self._queue[0]
             if not isinstance(following, PreparedLaunch):
                 break

@@ -143,7 +143,6 @@ def end_handing_over(
     n_outputs = graph.shape.n_outputs
     norm_weight, head = weights
     h = norm(graph, "h_nextn", x, norm_weight, config.rms_eps, config.n_embd)
-    graph.add("scatter_rows", f"{buffer}_written", None, {"x": h, "rows": rows}, buffers={"y": buffer})
     if n_outputs:
         graph.rows = "outputs"
         wanted = graph.add(
@@ -151,6 +150,8 @@ def end_handing_over(
             kind="output",
         )  # fmt: skip
         _vocabulary(graph, config, wanted, head)
+    # Last, so that nobody who waits for the outputs need wait for it.
+    graph.add("scatter_rows", f"{buffer}_written", None, {"x": h, "rows": rows}, buffers={"y": buffer})
     return graph
 
 

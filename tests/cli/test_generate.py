@@ -201,6 +201,9 @@ def test_a_leak_is_a_finding_too(generate, loaded, level):
         (["-p", "a", "-ctv", "q8_0"], 2, "cache_type_v q8_0: rows are stored in blocks of 32"),
         (["-p", "a", "-t", "0"], 2, "threads is 0"),
         (["-p", "a", "-dev", "tpu"], 2, "'tpu'"),
+        (["-p", "a", "--schedule-seed", "-1"], 2, "schedule_seed is -1; give a whole number from 0"),
+        (["-p", "a", "--schedule-seed", "1", "-dev", "cuda"], 2, "of the host device, not of cuda"),
+        (["-p", "a", "--schedule-seed", "1", "-dev", "auto"], 2, "use device host with it"),
         (["-p", "a", "--check", "most"], 2, "check level 'most'"),
         (["-p", "a", "--temp", "nan"], 2, "temperature is nan"),
         (["-p", "a", "--top-p", "1.5"], 2, "top_p is 1.5"),
@@ -301,3 +304,12 @@ def test_an_output_that_is_full_is_one_line(generate, one_line, monkeypatch):
 
     monkeypatch.setattr(Engine, "stream", full)
     assert "No space left on device" in one_line(generate("-p", "the"), 2)
+
+
+def test_a_schedule_seed_changes_no_word(generate):
+    usual = generate("-p", "the", "-n", "8", "-s", "1")
+    fuzzed = generate(
+        "-p", "the", "-n", "8", "-s", "1", "--schedule-seed", "5", "--check", "audit", "-dev", "host"
+    )
+    assert (usual.exit_code, fuzzed.exit_code) == (0, 0)
+    assert usual.stdout == fuzzed.stdout != ""

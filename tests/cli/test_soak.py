@@ -293,3 +293,15 @@ def test_bad_arguments_are_one_line(soak, one_line, args, words):
     assert words in one_line(result, 2)
     assert result.stdout == ""
     assert LLAMA.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--schedule-seed", "3"), ("--no-cuda-graphs", "--schedule-seed", "4")]
+)
+def test_at_level_audit_nothing_is_found_in_any_order(run, options):
+    drafting = ("-m", LLAMA.with_name("qwen35.gguf"), "-c", "256", "-t", "1", "--spec-type", "draft-mtp")
+    result = run("soak", *drafting, "--check", "audit", "-dev", "host", "--requests", "8", *options)
+    assert result.exit_code == 0, result.output
+    table, _ = rows(result.stdout)
+    assert (table["findings"], table["differences"]) == ("0", "0")
+    assert int(table["completed"]) > 0

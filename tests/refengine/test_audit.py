@@ -1,46 +1,15 @@
 """The engine at level audit: no finding, the bits of level off, and nothing kept of work that is done."""
 
-import functools
 from contextlib import suppress
 
-import numpy as np
 import pytest
-from engines import DATA, same_bits
+from engine_runs import DRAFTS, load, results, tokens_of, wanted
+from engines import same_bits
 from fake_cuda import fake_device
 
-import refengine
 from instrumentation.errors import DeviceError
 from instrumentation.faults import FaultInjector, FaultPlan
 from refengine.errors import ComputeError
-
-DRAFTS = {"spec_type": "draft-mtp", "draft_n_max": 3, "n_slots": 2}
-
-
-def tokens_of(name: str) -> list[int]:
-    with np.load(DATA / f"{name}.npz") as recorded:
-        return recorded["tokens"].tolist()
-
-
-def load(name: str, device: object = "host", **options) -> refengine.Engine:
-    threads = 1 if device == "host" else None
-    return refengine.load(DATA / f"{name}.gguf", device=device, threads=threads, n_ctx=128, **options)
-
-
-def results(engine: refengine.Engine, tokens: list[int]):
-    """Logits of a prompt, then of continuations that run at once where there are slots for it."""
-    logits = [engine.logits(tokens)]
-    wishes = [(cut, temperature) for cut in (0, 7) for temperature in (0.0, 0.8)]
-    requests = [
-        engine.submit(tokens[: len(tokens) - cut], n_predict=24, temperature=t, seed=cut, return_logits=True)
-        for cut, t in wishes
-    ]
-    return logits + [request.result().logits for request in requests]
-
-
-@functools.cache
-def wanted(name: str, options: tuple[tuple[str, object], ...]):
-    with load(name, check="off", **dict(options)) as engine:
-        return results(engine, tokens_of(name))
 
 
 @pytest.mark.parametrize("kind", ["host", "cuda"])

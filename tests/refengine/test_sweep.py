@@ -207,6 +207,13 @@ def test_hidden_states_that_are_never_handed_over_cost_no_request_anything(draft
     assert run.fired > 1
 
 
+@pytest.mark.parametrize("options", [{"cuda_graphs": True}, {"cuda_graphs": False}], ids=str)
+def test_at_level_audit_nothing_more_is_found(options):
+    """Whatever fails, nothing that comes later meets what was left under way."""
+    work = workload("qwen35", spec_type="draft-mtp", n_slots=2, n_ctx=64, check="audit", **options)
+    sweep_all(work, KINDS, sample=8)
+
+
 def test_slots_that_share_a_cache(sharing, shared):
     assert shared.preemptions > 0
     assert shared.verifications > 0
