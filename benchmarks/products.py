@@ -25,7 +25,8 @@ from instrumentation.ownership import Owner
 from instrumentation.reservation import BufferRequest
 from refengine.kernels.mul_mat import mul_mat
 from refengine.kernels.quants import format_of
-from refengine.ops import OPS, Call, Operands
+from refengine.operands import Call, Operands
+from refengine.ops import OPS
 from refengine.weights import Matrix
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from instrumentation import interrupts
 from refengine.errors import AbortedError
-from refengine.ops import OPS, Call, Operands
+from refengine.operands import Call, Operands
+from refengine.ops import OPS
 from refengine.planner import Plan, plan
 
 if TYPE_CHECKING:

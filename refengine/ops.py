@@ -2,169 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from refengine.kernels import ATTENTION_WARPS, DELTA_WARPS, NORM_WARPS, elementwise, experts, gates, hidden
+from refengine.kernels import ATTENTION_WARPS, DELTA_WARPS, NORM_WARPS, elementwise, gates, hidden
 from refengine.kernels.attention import attention, attention_merge, attention_whole, store_kv
 from refengine.kernels.elementwise import SPAN
 from refengine.kernels.gated_delta import columns_per_block, gated_delta
-from refengine.kernels.mul_mat import TILE, WIDE_OUTPUTS, WIDE_TILE, get_rows, mul_mat
 from refengine.kernels.norm import rms_norm, rms_norm_concat, rms_norm_rows
-from refengine.kernels.products import mul_mat_add, mul_mat_swiglu, mul_mats
-from refengine.kernels.quants.layout import LANES
 from refengine.kernels.rope import Pairing, rope
 from refengine.kernels.rope_store import rope_store
 from refengine.kernels.select import best_of_chunks, best_of_rows
 from refengine.kernels.short_conv import ROWS, short_conv, short_conv_gates
+from refengine.operands import Call, Operands, ceil_div
+from refengine.product_ops import PRODUCT_OPS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from instrumentation.devices.launch import Argument
-    from instrumentation.kernel import Kernel
     from instrumentation.view import View
-    from refengine.graph import Setting
-    from refengine.kernels.kv_types import CacheType
-    from refengine.weights import Matrix
-
-
-@dataclass(frozen=True)
-class Operands:
-    """Everything that a node names, resolved to memory."""
-
-    #: what the node reads, and its further results
-    tensors: Mapping[str, View]
-    output: View | None
-    vectors: Mapping[str, View]
-    matrices: Mapping[str, Matrix]
-    settings: Mapping[str, Setting]
-    #: keys and values of the node's layer
-    cache: tuple[View, View] | None
-    #: convolution history and matrices of the node's layer
-    recurrent: tuple[View, View] | None
-    #: element types of keys and of values
-    cache_types: tuple[CacheType, CacheType]
-    #: cosine and sine tables
-    rotary: tuple[View, View]
-    #: persistent buffers of the context, rows of one width
-    buffers: Mapping[str, View]
-    #: whether products run in the form for a GPU: ``Device.wide_loads``
-    wide: bool = False
-
-    @property
-    def y(self) -> View:
-        """The output of a node that has one."""
-        assert self.output is not None
-        return self.output
-
-
-@dataclass(frozen=True)
-class Call:
-    """A kernel with its grid and arguments."""
-
-    kernel: Kernel
-    grid: int | tuple[int, ...]
-    arguments: dict[str, Argument]
-
-
-def _ceil(n: int, unit: int) -> int:
-    return -(-n // unit)
-
-
-def _get_rows(o: Operands) -> Call:
-    matrix, rows = o.matrices["weight"], o.tensors["rows"]
-    return Call(get_rows(matrix.type), rows.shape[0], {**matrix.arguments, "rows": rows, "y": o.y})
-
-
-@dataclass(frozen=True)
-class _Form:
-    """Form of a product, which changes no bit: rows of x that a block takes, and outputs; None: the host's form."""
-
-    tile: int
-    outputs: int | None
-
-    def grid(self, n_rows: int, *n_outs: int) -> tuple[int, int]:
-        """Blocks for matrices of so many rows."""
-        return sum(_ceil(n_out, self.outputs or 1) for n_out in n_outs), _ceil(n_rows, self.tile)
-
-    def x(self, x: View) -> View:
-        """Rows [n_rows, n_in] as the form's kernels take them."""
-        if self.outputs is None:
-            return x
-        return x.buffer.view(np.uint64, (x.shape[0], x.shape[1] // 2), offset=x.offset, name=x.name)
-
-    def norm(self, o: Operands, x: View) -> dict[str, Argument]:
-        """The norm in front of products of x; where there is none, what may stand for it."""
-        if "norm" not in o.vectors:
-            return {"norm": self.x(x), "eps": 0.0}
-        weight = o.vectors["norm"]
-        return {"norm": self.x(weight.reshape((1, weight.size))), "eps": float(o.settings["eps"])}
-
-    def arrays(self, matrix: Matrix) -> dict[str, Argument]:
-        """The three array arguments of a matrix."""
-        return matrix.arguments if self.outputs is None else matrix.wide_arguments
-
-
-def _form(o: Operands, n_rows: int, n_out: int) -> _Form:
-    """The form in which the device runs a product: enough warps for its processors, then outputs that share x."""
-    if not o.wide:
-        return _Form(1 if n_rows == 1 else TILE, None)
-    if n_rows > 1:
-        return _Form(TILE, 2) if n_rows <= TILE else _Form(WIDE_TILE, 2)
-    return _Form(1, next(outputs for least, outputs in WIDE_OUTPUTS if n_out >= least))
-
-
-def _mul_mat(o: Operands) -> Call:
-    matrix, x = o.matrices["weight"], o.tensors["x"]
-    form = _form(o, x.shape[0], matrix.n_out)
-    arguments: dict[str, Argument] = {**form.arrays(matrix), "x": form.x(x), "y": o.y}
-    return Call(mul_mat(matrix.type, form.tile, form.outputs), form.grid(x.shape[0], matrix.n_out), arguments)
-
-
-def _mul_mat_add(o: Operands) -> Call:
-    matrix, x = o.matrices["weight"], o.tensors["x"]
-    form = _form(o, x.shape[0], matrix.n_out)
-    arguments: dict[str, Argument] = {
-        **form.arrays(matrix), "x": form.x(x), "r": o.tensors["r"], "y": o.y,
-    }  # fmt: skip
-    made = mul_mat_add(matrix.type, form.tile, form.outputs)
-    return Call(made, form.grid(x.shape[0], matrix.n_out), arguments)
-
-
-def _parted(o: Operands, form: _Form) -> dict[str, Argument]:
-    """The array arguments of several matrices, each behind its role."""
-    return {
-        f"{role}_{name}": view
-        for role, matrix in o.matrices.items()
-        for name, view in form.arrays(matrix).items()
-    }
-
-
-def _mul_mat_swiglu(o: Operands) -> Call:
-    gate, up, x = o.matrices["gate"], o.matrices["up"], o.tensors["x"]
-    form = _form(o, x.shape[0], gate.n_out)
-    if form.outputs is not None:
-        # A warp makes gate and up of each output together.
-        form = _Form(form.tile, max(1, form.outputs // 2))
-    arguments: dict[str, Argument] = {"x": form.x(x), **form.norm(o, x), "y": o.y, **_parted(o, form)}
-    made = mul_mat_swiglu((gate.type, up.type), form.tile, form.outputs, normed="norm" in o.vectors)
-    return Call(made, form.grid(x.shape[0], gate.n_out), arguments)
-
-
-def _mul_mats(o: Operands) -> Call:
-    matrices, x = list(o.matrices.values()), o.tensors["x"]
-    n_outs = [matrix.n_out for matrix in matrices]
-    form = _form(o, x.shape[0], sum(n_outs))
-    arguments: dict[str, Argument] = {"x": form.x(x), **form.norm(o, x), "y_0": o.y}
-    for i, matrix in enumerate(matrices):
-        arguments |= {f"{name}_{i}": view for name, view in form.arrays(matrix).items()}
-    arguments |= {role: view for role, view in o.tensors.items() if role != "x"}
-    types = tuple(matrix.type for matrix in matrices)
-    made = mul_mats(types, form.tile, form.outputs, normed="norm" in o.vectors)
-    return Call(made, form.grid(x.shape[0], *n_outs), arguments)
 
 
 def _rms_norm(o: Operands) -> Call:
@@ -265,7 +121,7 @@ def _attention_merge(o: Operands) -> Call:
     arguments: dict[str, Argument] = {
         "partial": partial, "position": o.tensors["position"], "out": out, "scale": float(o.settings["scale"]),
     }  # fmt: skip
-    warps = _ceil(out.shape[2], 32) if o.wide else 1
+    warps = ceil_div(out.shape[2], 32) if o.wide else 1
     return Call(attention_merge(out.shape[2], warps), (n_head, n_tokens), arguments)
 
 
@@ -292,13 +148,13 @@ def _flat(view: View) -> View:
 def _swiglu(o: Operands) -> Call:
     y = _flat(o.y)
     arguments: dict[str, Argument] = {"gate": _flat(o.tensors["gate"]), "up": _flat(o.tensors["up"]), "y": y}
-    return Call(elementwise.swiglu, _ceil(y.size, SPAN), arguments)
+    return Call(elementwise.swiglu, ceil_div(y.size, SPAN), arguments)
 
 
 def _add(o: Operands) -> Call:
     y = _flat(o.y)
     arguments: dict[str, Argument] = {"a": _flat(o.tensors["a"]), "b": _flat(o.tensors["b"]), "y": y}
-    return Call(elementwise.add, _ceil(y.size, SPAN), arguments)
+    return Call(elementwise.add, ceil_div(y.size, SPAN), arguments)
 
 
 def _select_rows(o: Operands) -> Call:
@@ -341,7 +197,7 @@ def _best_of_rows(o: Operands) -> Call:
 def _short_conv(o: Operands) -> Call:
     assert o.recurrent is not None
     weight, segments = o.vectors["weight"], o.tensors["segments"]
-    grid = (_ceil(o.y.shape[1], 32), segments.shape[0], _ceil(o.y.shape[0], ROWS))
+    grid = (ceil_div(o.y.shape[1], 32), segments.shape[0], ceil_div(o.y.shape[0], ROWS))
     arguments: dict[str, Argument] = {
         "x": o.tensors["x"], "weight": weight, "segments": segments, "history": o.recurrent[0], "y": o.y,
     }  # fmt: skip
@@ -351,7 +207,7 @@ def _short_conv(o: Operands) -> Call:
 def _short_conv_gates(o: Operands) -> Call:
     plain = _short_conv(o)
     alpha, weight = o.tensors["alpha"], o.vectors["weight"]
-    columns = _ceil(o.y.shape[1], 32) + _ceil(alpha.shape[1], 32)
+    columns = ceil_div(o.y.shape[1], 32) + ceil_div(alpha.shape[1], 32)
     arguments: dict[str, Argument] = {
         **plain.arguments, "alpha": alpha, "beta": o.tensors["beta"], "dt_bias": o.vectors["dt_bias"],
         "a": o.vectors["a"], "gates": o.tensors["gates"],
@@ -366,7 +222,7 @@ def _delta_gates(o: Operands) -> Call:
         "alpha": alpha, "beta": o.tensors["beta"], "dt_bias": o.vectors["dt_bias"], "a": o.vectors["a"],
         "gates": o.y,
     }  # fmt: skip
-    return Call(gates.delta_gates, (_ceil(alpha.shape[1], 32), alpha.shape[0]), arguments)
+    return Call(gates.delta_gates, (ceil_div(alpha.shape[1], 32), alpha.shape[0]), arguments)
 
 
 def _gated_delta(o: Operands) -> Call:
@@ -410,73 +266,19 @@ def _output_gate(o: Operands) -> Call:
     return Call(gates.output_gate, x.shape[0], {"x": x, "q_gate": q_gate, "y": y})
 
 
-def _route(o: Operands) -> Call:
-    logits = o.tensors["logits"]
-    arguments: dict[str, Argument] = {"logits": logits, "index": o.tensors["index"], "weight": o.y}
-    return Call(experts.route, logits.shape[0], arguments)
-
-
-def _expert_form(o: Operands, n_in: int, n_out: int) -> _Form:
-    """As ``_form`` for rows one by one; those that are no whole blocks go the host's way on every device."""
-    return _Form(1, None) if n_in % LANES else _form(o, 1, n_out)
-
-
-def _mul_mat_experts(o: Operands) -> Call:
-    matrix, x, index = o.matrices["weight"], o.tensors["x"], o.tensors["index"]
-    n_rows, n_used, n_out = o.y.shape
-    # One row for all experts of a row, or one for each.
-    x = x.reshape((x.size // x.shape[-1], x.shape[-1]))
-    form = _expert_form(o, x.shape[1], n_rows * n_used * n_out)
-    arguments: dict[str, Argument] = {**form.arrays(matrix), "index": index, "x": form.x(x), "y": o.y}
-    made = experts.mul_mat_experts(matrix.type, form.outputs)
-    return Call(made, (form.grid(1, n_out)[0], n_used, n_rows), arguments)
-
-
-def _experts_swiglu(o: Operands) -> Call:
-    gate, up, x = o.matrices["gate"], o.matrices["up"], o.tensors["x"]
-    n_rows, n_used, n_out = o.y.shape
-    form = _expert_form(o, x.shape[1], n_rows * n_used * n_out)
-    arguments: dict[str, Argument] = {
-        "index": o.tensors["index"], "x": form.x(x), "y": o.y, **_parted(o, form),
-    }  # fmt: skip
-    made = experts.experts_swiglu((gate.type, up.type), form.outputs)
-    return Call(made, (form.grid(1, n_out)[0], n_used, n_rows), arguments)
-
-
-def _combine_experts_add(o: Operands) -> Call:
-    plain = _combine_experts(o)
-    return Call(experts.combine_experts_add, plain.grid, {**plain.arguments, "r": o.tensors["r"]})
-
-
-def _combine_experts(o: Operands) -> Call:
-    arguments: dict[str, Argument] = {
-        "x": o.tensors["x"], "weight": o.tensors["weight"], "shared": o.tensors["shared"],
-        "gate": o.tensors["gate"], "y": o.y,
-    }  # fmt: skip
-    return Call(experts.combine_experts, (_ceil(o.y.shape[1], SPAN), o.y.shape[0]), arguments)
-
-
 OPS: dict[str, Callable[[Operands], Call]] = {
+    **PRODUCT_OPS,
     "add": _add,
     "attention": _attention,
     "attention_merge": _attention_merge,
     "attention_whole": _attention_whole,
     "best_of_chunks": _best_of_chunks,
     "best_of_rows": _best_of_rows,
-    "combine_experts": _combine_experts,
-    "combine_experts_add": _combine_experts_add,
     "concat_rows": _concat_rows,
     "delta_gates": _delta_gates,
-    "experts_swiglu": _experts_swiglu,
     "gated_delta": _gated_delta,
     "gated_norm": _gated_norm,
     "gather_hidden": _gather_hidden,
-    "get_rows": _get_rows,
-    "mul_mat": _mul_mat,
-    "mul_mat_add": _mul_mat_add,
-    "mul_mat_experts": _mul_mat_experts,
-    "mul_mat_swiglu": _mul_mat_swiglu,
-    "mul_mats": _mul_mats,
     "output_gate": _output_gate,
     "query_norm": _query_norm,
     "rms_norm": _rms_norm,
@@ -484,7 +286,6 @@ OPS: dict[str, Callable[[Operands], Call]] = {
     "rms_norm_rows": _rms_norm_rows,
     "rope": _rope,
     "rope_store": _rope_store,
-    "route": _route,
     "scatter_rows": _scatter_rows,
     "select_rows": _select_rows,
     "short_conv": _short_conv,
