@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
+import structlog
+
 from instrumentation.arena import Arena
 from instrumentation.buffer import Buffer
 from instrumentation.errors import BadInputError, OutOfMemoryError
@@ -22,6 +24,7 @@ from instrumentation.reservation import (
     check_nbytes,
     check_request,
 )
+from instrumentation.shadow import Shadow
 from instrumentation.view import View
 
 if TYPE_CHECKING:
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from instrumentation.happens_before.audit import DeviceAudit
     from instrumentation.ledger import Row, Snapshot
     from instrumentation.ownership import Owner
+
+_log = structlog.get_logger(__name__)
 
 __all__ = ["Allocator", "Arena", "Buffer", "BufferRequest", "Reservation", "ReservationError"]
 
@@ -97,6 +102,10 @@ class Allocator:
     def watch_frees(self, audit: DeviceAudit | None) -> None:
         """Refuse (STR012) to give up memory that queued work may still touch; None: do not."""
         self._heap.audit = audit
+
+    def keep_shadows(self, keep: bool) -> None:
+        """Give arenas that are reserved from here on a shadow, which takes as much memory again, or none."""
+        self._heap.shadowed = keep
 
     def reserve_arena(self, nbytes: int, *, owner: Owner, name: str) -> Reservation[Arena]:
         """Reserve ``nbytes`` bytes, rounded up to a multiple of 256, with one allocation of the driver.
@@ -206,7 +215,7 @@ class Allocator:
         with heap.section() as found:
             heap.closed_at = stack
             found.extend(leaked)
-            arenas = list(heap.arenas.values())
+            arenas = [arena for arena in heap.arenas.values() if not arena.is_shadow]
             for arena in arenas:
                 if not arena.buffers and not arena.overlays:
                     found.append(arena.leak_locked(stack))
@@ -235,29 +244,62 @@ class Allocator:
                 heap.reject(
                     found, self._closed(f"a reservation for {name} of {owner}", heap.closed_at, stack)
                 )
-            if heap.limit is not None and heap.ledger.reserved + need > heap.limit:
+            left = heap.limit_left
+            if left is not None and need > left:
                 return self._failure_locked(owner, name, need, "")
-            if need > memory.memory_info().total:
-                return self._failure_locked(owner, name, need, "")
-            try:
-                driver_address = memory.allocate(need)
-            except OutOfMemoryError as error:
-                return self._failure_locked(owner, name, need, str(error))
-            arena = Arena(
-                heap,
-                owner=owner,
-                name=name,
-                serial=heap.next_serial(),
-                allocation=stack,
-                driver_address=driver_address,
-                driver_nbytes=need,
-                address=align_up(driver_address),
-                nbytes=size,
-            )
-            heap.arenas[arena.serial] = arena
-            heap.ledger.reserve_driver(need)
-            heap.ledger.reservations += 1
+            arena = self._allocate_locked(size, need, owner, name, stack)
+            if isinstance(arena, Arena) and heap.shadowed:
+                self._shadow_locked(arena, stack)
             return arena
+
+    def _allocate_locked(
+        self, size: int, need: int, owner: Owner, name: str, stack: Stack
+    ) -> Arena | ReservationError:
+        heap = self._heap
+        if need > heap.memory.memory_info().total:
+            return self._failure_locked(owner, name, need, "")
+        try:
+            driver_address = heap.memory.allocate(need)
+        except OutOfMemoryError as error:
+            return self._failure_locked(owner, name, need, str(error))
+        arena = Arena(
+            heap,
+            owner=owner,
+            name=name,
+            serial=heap.next_serial(),
+            allocation=stack,
+            driver_address=driver_address,
+            driver_nbytes=need,
+            address=align_up(driver_address),
+            nbytes=size,
+        )
+        heap.arenas[arena.serial] = arena
+        heap.ledger.reserve_driver(need)
+        heap.ledger.reservations += 1
+        return arena
+
+    def _shadow_locked(self, arena: Arena, stack: Stack) -> None:
+        """Give an arena a shadow. Where there is no memory for it, bounds alone are checked."""
+        heap = self._heap
+        name = f"shadow.{arena.name}"
+        size = align_up(heap.zones.block_nbytes(arena.nbytes))
+        need = size + arena.driver_nbytes - arena.nbytes
+        made = self._allocate_locked(size, need, arena.owner, name, stack)
+        if isinstance(made, ReservationError):
+            _log.warning(
+                "no memory for a shadow: reads of never-written memory are not checked",
+                arena=arena.name,
+                nbytes=need,
+            )
+            return
+        made.is_shadow = True
+        heap.shadow_nbytes += made.driver_nbytes
+        offset = made.free_list.take(heap.zones.block_nbytes(arena.nbytes))
+        assert offset is not None, made
+        block = heap.zones.block(offset, arena.nbytes)
+        heap.prepare_locked(made, block)
+        request = BufferRequest(arena.nbytes, arena.owner, name)
+        arena.shadow = Shadow(arena, made.enter_locked(block, request, stack))
 
     def _failure(self, owner: Owner, name: str, requested: int, reason: str) -> ReservationError:
         with self._heap.section():
@@ -267,8 +309,9 @@ class Allocator:
         heap = self._heap
         free = heap.memory.memory_info().free
         where = f"device {heap.memory.name}"
-        if heap.limit is not None:
-            free = min(free, heap.limit - heap.ledger.reserved)
+        left = heap.limit_left
+        if left is not None:
+            free = min(free, left)
             where += f" (limited to {heap.limit} bytes)"
         return ReservationError(
             owner=owner,

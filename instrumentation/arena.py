@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from instrumentation.heap import Heap
     from instrumentation.ownership import Owner
     from instrumentation.redzones import Block
+    from instrumentation.shadow import Shadow
 
 
 class FreeList:
@@ -116,6 +117,10 @@ class Arena:
         self.buffers: dict[int, Buffer] = {}
         self.overlays: dict[int, Overlay] = {}
         self.active: Overlay | None = None
+        #: what was done to each byte, at level ``trap``
+        self.shadow: Shadow | None = None
+        #: holds another arena's shadow, and goes with it
+        self.is_shadow = False
 
     def reserve(self, nbytes: int, *, owner: Owner, name: str) -> Reservation[Buffer]:
         """Reserve one buffer of ``nbytes`` bytes. Raises ``BadInputError`` for a size below 1."""
@@ -188,9 +193,10 @@ class Arena:
             # A device that cannot be read any more has to get its memory back all the same.
             for buffer in waiting:
                 self.heap.quarantine.remove(buffer)
-            self._give_back_locked(found, stack)
+            self.give_back_locked(found, stack)
 
-    def _give_back_locked(self, found: list[Finding], stack: Stack) -> None:
+    def give_back_locked(self, found: list[Finding], stack: Stack) -> None:
+        """Report leaks, and give the memory back."""
         heap = self.heap
         for buffer in list(self.buffers.values()):
             found.append(_leak("buffer", buffer, stack))
@@ -203,6 +209,8 @@ class Arena:
         del heap.arenas[self.serial]
         heap.ledger.release_driver(self.driver_nbytes)
         heap.memory.release(self.driver_address)
+        if self.shadow is not None:
+            self.shadow.release_locked(stack)
 
     def leak_locked(self, stack: Stack) -> Finding:
         """Make the finding for an arena that nobody released."""
@@ -283,10 +291,12 @@ class Arena:
                 heap.quarantine.remove(buffer)
             self.free_list = free_list
             return tuple(
-                self._enter(block, request, stack) for block, request in zip(blocks, requests, strict=True)
+                self.enter_locked(block, request, stack)
+                for block, request in zip(blocks, requests, strict=True)
             )
 
-    def _enter(self, block: Block, request: BufferRequest, stack: Stack) -> Buffer:
+    def enter_locked(self, block: Block, request: BufferRequest, stack: Stack) -> Buffer:
+        """Put a buffer on the books."""
         heap = self.heap
         buffer = Buffer(
             heap,

@@ -26,7 +26,6 @@ assert len(CATALOGUE) == len(MEMORY) + len(EXECUTION), "two entries share a code
 NOT_REPORTED = frozenset(
     {
         "RES003",
-        "MEM010", "MEM011", "MEM012", "MEM013",
         "LIB001", "LIB002",
         "RAC001", "SYN001",
         "NUM001",

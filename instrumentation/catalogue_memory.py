@@ -91,36 +91,35 @@ MEMORY = (
         "MEM010",
         "load out of bounds",
         Level.TRAP,
-        """A kernel read an element that its array does not have. The load gave zero and the kernel went
-        on.""",
+        """A kernel read an element that its array does not have: an index of one axis is negative, or not
+        less than that axis's extent. The load gave zero and the kernel went on.""",
         """Compare the index with the array's extent before the access; the report gives both.""",
     ),
     Entry(
         "MEM011",
         "store out of bounds",
         Level.TRAP,
-        """A kernel wrote an element that its array does not have. The store was suppressed.""",
+        """A kernel wrote an element that its array does not have, by a store or an atomic operation, which
+        was suppressed: an index of one axis is negative, or not less than that axis's extent.""",
         """Guard the store with `if i < x.shape[0]`; the report gives the index and the extent.""",
     ),
     Entry(
         "MEM012",
         "read of never-written memory",
         Level.TRAP,
-        """A kernel read bytes that nothing has written since they were reserved.""",
-        """Write the whole input first, or narrow the view to what was written.""",
+        """A kernel read bytes that nothing has written since they were reserved, or an element of a shared
+        or local array that nothing has written since the block began. It went on with what was there.""",
+        """Write the whole input first, or narrow the view to what was written. Where a kernel selects away
+        what it read, say so on that line: `# unwritten: allowed`.""",
     ),
     Entry(
         "MEM013",
         "use after free inside a kernel",
         Level.TRAP,
-        """A kernel accessed memory of a freed buffer through an address that it found in memory or
-        kept.""",
-        """Keep what a table of pointers names alive as long as the table.""",
-        sketch="""
-        pointers.copy_from([buffer.address])
-        buffer.free()
-        gather[1, 32](pointers)
-        """,
+        """A kernel accessed memory that was freed after its launch was queued: through a view, or through
+        a captured graph that was queued before it was destroyed. A load gave zero, a store was suppressed.""",
+        """Free only when the last launch that names the buffer has ended. Memory of an allocator that the
+        device watches cannot be freed earlier: the free is refused as STR012.""",
     ),
     Entry(
         "OWN001",

@@ -156,6 +156,8 @@ class Finding:
     launch: int | None = None
     #: the kernel's source line that made the access
     source: Frame | None = None
+    #: where in that line the access stands, from 1
+    column: int | None = None
     argument: str | None = None
     block: tuple[int, int, int] | None = None
     thread: tuple[int, int, int] | None = None

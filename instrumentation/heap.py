@@ -21,6 +21,8 @@ from instrumentation.levels import Level
 from instrumentation.redzones import FREED, FRESH, Redzones
 from instrumentation.reports.text import refused
 from instrumentation.reservation import Reservation, ReservationError
+from instrumentation.shadow import FREED as FREED_STATE
+from instrumentation.shadow import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -118,6 +120,10 @@ class Heap:
         self.limit = limit
         self.zones = Redzones(redzone if self.guarded else 0)
         self.faults = faults
+        #: whether arenas get shadows: at level ``trap``, on a device that runs checked kernels
+        self.shadowed = False
+        #: bytes of the ledger that are shadows, which the limit leaves out: it is about what is watched
+        self.shadow_nbytes = 0
         self.ledger = Ledger(memory.account)
         self.quarantine = Quarantine(quarantine_bytes)
         self.arenas: dict[int, Arena] = {}
@@ -135,6 +141,11 @@ class Heap:
     def section(self) -> Section:
         """Hold the lock as a context manager, which yields the list for findings."""
         return Section(self)
+
+    @property
+    def limit_left(self) -> int | None:
+        """Bytes that may still be taken from the device; None without a limit."""
+        return None if self.limit is None else self.limit - (self.ledger.reserved - self.shadow_nbytes)
 
     def next_serial(self) -> int:
         """Return a number that no other thing of this allocator has."""
@@ -218,6 +229,8 @@ class Heap:
         if not self.guarded:
             return
         self.memory.fill_bytes(arena.address + block.payload, block.payload_nbytes, FRESH)
+        if arena.shadow is not None:
+            arena.shadow.mark(arena.address + block.payload, block.payload_nbytes, NEVER)
         for region in block_regions(self, arena, block):
             self.memory.fill_bytes(*region)
 
@@ -269,6 +282,8 @@ class Heap:
             if self.guarded:
                 found.extend(self.inspect_locked((buffer,)))
                 self.memory.fill_bytes(buffer.address, buffer.nbytes, FREED)
+                if buffer.arena.shadow is not None:
+                    buffer.arena.shadow.mark(buffer.address, buffer.nbytes, FREED_STATE)
             self.retire_locked(buffer, stack)
             # A block beyond the bound would only push everything else out.
             if self.guarded and buffer.block.nbytes <= self.quarantine.limit:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from instrumentation.buffer import Buffer
 from instrumentation.findings import BufferFacts, Finding, Stack, capture_stack
 from instrumentation.redzones import FREED, FRESH
+from instrumentation.shadow import FREED as FREED_STATE
+from instrumentation.shadow import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -91,6 +93,8 @@ class Overlay:
                     heap.memory.fill_bytes(self.arena.address, self.nbytes, FRESH)
                     self._poisoned = True
                 heap.write_canaries_locked(self.buffers)
+            if self.arena.shadow is not None:
+                self.arena.shadow.mark(self.arena.address, self.nbytes, NEVER)
             for buffer in self.buffers:
                 heap.ledger.add(buffer.owner, self.arena.name, buffer.name, buffer.nbytes)
             self.arena.active = self
@@ -114,6 +118,8 @@ class Overlay:
             if self.active and heap.guarded:
                 found.extend(heap.inspect_locked(self.buffers))
                 heap.memory.fill_bytes(self.arena.address, self.nbytes, FREED)
+                if self.arena.shadow is not None:
+                    self.arena.shadow.mark(self.arena.address, self.nbytes, FREED_STATE)
             self.retire_locked(stack)
 
     def retire_locked(self, stack: Stack) -> None:

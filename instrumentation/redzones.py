@@ -134,6 +134,13 @@ def find_damage(memory: DeviceMemory, region: Region) -> Damage | None:
     return Damage(region, first, first + len(seen), seen, cut=count < region.nbytes - at)
 
 
+def access_window(memory: DeviceMemory, address: int, nbytes: int, low: int, high: int) -> MemoryWindow:
+    """Bytes around an access of ``nbytes`` bytes, within the mapped addresses ``[low, high)``."""
+    start = max(low, (address - _CONTEXT) // 16 * 16)
+    stop = min(high, -(-(address + nbytes + _CONTEXT) // 16) * 16)
+    return MemoryWindow(start, memory.read_bytes(start, stop - start), address, address + nbytes)
+
+
 def window(memory: DeviceMemory, damage: Damage, low: int, high: int) -> MemoryWindow:
     """Bytes around ``damage``, within the mapped addresses ``[low, high)``."""
     start = max(low, (damage.first - _CONTEXT) // 16 * 16)

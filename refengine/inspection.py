@@ -171,7 +171,10 @@ class MemoryPlan:
         return sum(arena.payload for arena in self.arenas)
 
     def total(self, level: Level) -> int:
-        """Bytes that are reserved at a level; the same as an engine's ``snapshot().reserved`` after loading."""
+        """Bytes that are reserved at a level, without the shadows of level ``trap``.
+
+        Below it the same as an engine's ``snapshot().reserved`` after loading.
+        """
         return sum(arena.at(level) for arena in self.arenas)
 
 

@@ -38,6 +38,7 @@ class HostDevice(HostMemory, WatchedDevice):
     behind_bus = False
     stages_copies = False
     own_memory = False
+    traps = True
 
     def __init__(self, threads: int | None = None, *, schedule_seed: int | None = None) -> None:
         HostMemory.__init__(self)

@@ -9,6 +9,8 @@ import numpy as np
 from instrumentation.devices.captured import CapturedGraph
 from instrumentation.devices.host_driver import NO_RANGES, RECORD, run_launches
 from instrumentation.devices.launch import number_bits
+from instrumentation.devices.trap import Trap
+from instrumentation.kernel import HostOptions
 from instrumentation.view import View
 
 if TYPE_CHECKING:
@@ -22,19 +24,24 @@ if TYPE_CHECKING:
 
 #: bytes that a launch must touch before waking other threads pays
 SHARED_BYTES = 64 * 1024
+_PLAIN, _CHECKED = HostOptions(), HostOptions(checked=True)
 
 
 class PreparedLaunch:
     """A checked launch with its argument block: grid, then for each parameter address and extents, or bits."""
 
-    __slots__ = ("block", "launch", "record", "shared")
+    __slots__ = ("block", "launch", "record", "shared", "trap")
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: Launch, *, trap: bool = False) -> None:
         self.launch = launch
-        entry = launch.kernel.host().address
+        #: report and shadows of a checked launch
+        self.trap = Trap(launch) if trap else None
+        entry = launch.kernel.host(_CHECKED if trap else _PLAIN).address
         slots = list(launch.grid)
         for name, kind in launch.kernel.signature.items():
             slots += _argument_slots(kind, launch.arguments[name])
+        if self.trap is not None:
+            slots += self.trap.slots
         #: int64 [n_slots]; the record names its address, so it lives as long as the launch
         self.block = np.array(slots, np.int64)
         self.record = (entry, self.block.ctypes.data, launch.blocks)
@@ -70,6 +77,9 @@ class Batch:
         Returns the first thing that a callback of the findings raised.
         """
         failure: Exception | None = None
+        for prepared in self.launches:
+            if prepared.trap is not None:
+                prepared.trap.refresh(prepared.block)
         begin, count = 0, len(self.launches)
         while begin < count:
             end = run_launches(self.records, begin, count, threads, self.ranges)
@@ -79,6 +89,18 @@ class Batch:
                 except Exception as error:  # noqa: BLE001 - the caller raises it when the queue is empty
                     failure = failure or error
             begin = end + 1
+        return self._report_accesses(stream, owner) or failure
+
+    def _report_accesses(self, stream: str, owner: Owner) -> Exception | None:
+        failure: Exception | None = None
+        for prepared in self.launches:
+            if prepared.trap is None or self.allocator is None:
+                continue
+            for finding in prepared.trap.take(self.allocator, stream, owner):
+                try:
+                    self.allocator.findings.append(finding)
+                except Exception as error:  # noqa: BLE001 - as below
+                    failure = failure or error
         return failure
 
     def _report(self, memory: HostMemory, index: int, stream: str, owner: Owner) -> None:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from instrumentation.devices.checked_stream import CheckedEvent, CheckedStream
 from instrumentation.devices.host_batch import Batch, HostGraph, PreparedLaunch
 from instrumentation.devices.host_memory import bytes_at
+from instrumentation.shadow import WRITTEN, shadow_of
 
 if TYPE_CHECKING:
     from instrumentation.devices.host import HostDevice
@@ -98,7 +99,7 @@ class HostStream(CheckedStream[PreparedLaunch, HostEvent, HostGraph]):
     # --- queueing
 
     def _prepare(self, launch: Launch) -> PreparedLaunch:
-        return PreparedLaunch(launch)
+        return PreparedLaunch(launch, trap=self.device.trap)
 
     def _queue_launch(self, prepared: PreparedLaunch) -> None:
         self._enqueue(prepared)
@@ -112,11 +113,16 @@ class HostStream(CheckedStream[PreparedLaunch, HostEvent, HostGraph]):
     def _queue_copy(self, target: View, source: View) -> None:
         def run() -> None:
             bytes_at(target.address, target.nbytes)[:] = bytes_at(source.address, source.nbytes)
+            _mark_copied(target, source)
 
         self._enqueue(run)
 
     def _queue_fill(self, target: View, value: int) -> None:
-        self._enqueue(lambda: self.device.fill_bytes(target.address, target.nbytes, value))
+        def run() -> None:
+            self.device.fill_bytes(target.address, target.nbytes, value)
+            _mark_written(target)
+
+        self._enqueue(run)
 
     def _queue_record(self, event: HostEvent) -> None:
         self._enqueue(_nothing)
@@ -230,11 +236,28 @@ def _nothing() -> None:
     pass
 
 
+def _mark_written(view: View) -> None:
+    shadow = shadow_of(view)
+    if shadow is not None:
+        shadow.mark(view.address, view.nbytes, WRITTEN)
+
+
+def _mark_copied(target: View, source: View) -> None:
+    """What was never written is not so once it is copied."""
+    to, of = shadow_of(target), shadow_of(source)
+    if to is not None and of is not None:
+        states = bytes_at(source.address + of.delta, source.nbytes)
+        bytes_at(target.address + to.delta, target.nbytes)[:] = states
+    else:
+        _mark_written(target)
+
+
 def _copy_host(view: View, array: npt.NDArray[Any], *, into_view: bool) -> None:
     if view.nbytes == 0:
         return
     device, host = bytes_at(view.address, view.nbytes), array.reshape(-1).view(np.uint8)
     if into_view:
         device[:] = host
+        _mark_written(view)
     else:
         host[:] = device

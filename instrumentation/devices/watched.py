@@ -35,6 +35,8 @@ class WatchedDevice:
     stages_copies: ClassVar[bool]
     #: whether it counts free memory of its own, not the machine's
     own_memory: ClassVar[bool]
+    #: whether it runs checked kernels
+    traps: ClassVar[bool] = False
     name: str
 
     def __init__(self) -> None:
@@ -48,11 +50,20 @@ class WatchedDevice:
         #: handles of streams and events, compared from level ``guard`` on
         self.handles = HandleRegistry()
         self.findings: FindingLog | None = None
+        #: whether launches run checked kernels
+        self.trap = False
         #: which calls fail on purpose
         self.faults: Faults | None = None
 
     def watch(self, allocator: Allocator) -> None:
         """Check work against an allocator of this device, from level ``guard`` on."""
+        trap = allocator.level >= Level.TRAP
+        if trap and not self.traps:
+            raise BadInputError(
+                f"check level trap is not built yet for device {self.name}; use audit, or device host"
+            )
+        self.trap = trap
+        allocator.keep_shadows(trap)
         self.findings = allocator.findings
         guarded = allocator.level >= Level.GUARD
         self.allocator = allocator if guarded else None

@@ -12,7 +12,7 @@ from numba.core import types as nb
 from instrumentation.errors import KernelDialectError
 from instrumentation.kernel.access import AccessSets, access_sets
 from instrumentation.kernel.cuda_entry import RowsAhead, with_entry
-from instrumentation.kernel.host_compile import CompiledKernel, compile_host
+from instrumentation.kernel.host_compile import CompiledKernel, access_table, compile_host
 from instrumentation.kernel.lower_cuda import compile_ptx, cuda_function, cuda_signature
 from instrumentation.kernel.lower_host import HostOptions
 from instrumentation.kernel.parse import ParsedFunction, number_type, parse_function
@@ -21,6 +21,8 @@ from instrumentation.kernel.types import signature_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from instrumentation.kernel.checked_access import AccessTable
 
 _PLAIN = HostOptions()
 
@@ -103,6 +105,11 @@ class Kernel:
             if options not in self._host:
                 self._host[options] = compile_host(self.plan, options, strict_floats=self.strict)
             return self._host[options]
+
+    @functools.cached_property
+    def access_table(self) -> AccessTable:
+        """The accesses of the kernel's checked forms, by the numbers that their reports give."""
+        return access_table(self.plan)
 
     def ptx(self, compute_capability: tuple[int, int]) -> str:
         """PTX text for a compute capability, compiled without a GPU."""

@@ -11,6 +11,7 @@ from numba import types
 from numba.core import errors
 
 from instrumentation.kernel import host_cache
+from instrumentation.kernel.checked_access import AccessTable, CheckedAccess
 from instrumentation.kernel.host_pipeline import compile_entry, no_collections
 from instrumentation.kernel.host_types import infer_lane_types
 from instrumentation.kernel.lower_host import HostModule, HostOptions, KernelEmitter, entry_lines
@@ -81,9 +82,16 @@ def generate(plan: KernelPlan, options: HostOptions, *, strict_floats: bool) -> 
     """Source of the host module of a kernel."""
     with no_collections():
         lanes = infer_lane_types(plan, strict_floats=strict_floats)
-    module = HostModule(options)
+    module = HostModule(options, CheckedAccess() if options.checked else None)
     body = KernelEmitter(module, plan, lanes).run()
-    return module.source(entry_lines(plan.signature, body))
+    return module.source(entry_lines(plan.signature, body, checked=options.checked))
 
 
-__all__ = ["CompiledKernel", "compile_host", "compile_listeners", "generate"]
+def access_table(plan: KernelPlan) -> AccessTable:
+    """What the numbers in a checked kernel's reports stand for; for code from the cache, too."""
+    access = CheckedAccess()
+    KernelEmitter(HostModule(HostOptions(checked=True), access), plan, {}).run()
+    return access.table(plan.parsed.name)
+
+
+__all__ = ["CompiledKernel", "access_table", "compile_host", "compile_listeners", "generate"]

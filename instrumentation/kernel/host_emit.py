@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from instrumentation.kernel.intrinsics import Intrinsic
+from instrumentation.kernel.origin import Origin, origin_of
 from instrumentation.kernel.parse import ParsedFunction, number_type
 from instrumentation.kernel.plan import line_of
 
@@ -41,6 +42,14 @@ class Place:
     extents: tuple[str, ...]
     #: row-major element number
     element: str
+    #: elements of one thread lie this far apart, from this one on; None where threads share them
+    spread: tuple[str, str] | None = None
+    #: for checked accesses: where it stood, its shadow, and who makes it
+    origin: Origin | None = None
+    #: where the function that declares the array put it: ``shared``, ``local``; empty for a parameter
+    space: str = ""
+    shadow: str = ""
+    where: str = ""
 
 
 class HostAccess:
@@ -59,9 +68,16 @@ class HostAccess:
         """Expression that changes an element and gives what was there before."""
         return f"atomic_{operation}({place.pointer}, {place.element}, {operands})"
 
+    def call(self, _parsed: ParsedFunction, _node: ast.Call, _where: str) -> str | None:
+        """Argument of a device function that tells who calls it; None for none."""
+        return None
+
 
 class FunctionEmitter:
     """Names, indices, expressions, and the statements of one thread."""
+
+    #: who makes an access: address of the report, calls, block and thread
+    where = "_where"
 
     def __init__(self, module: HostModule, parsed: ParsedFunction, ranks: dict[str, int]) -> None:
         self.module = module
@@ -154,7 +170,9 @@ class FunctionEmitter:
         if self.parsed.device_function(node) is not None:
             shapes = tuple(self._array_shape(a) for a in node.args)
             name = self.module.device_function(value, shapes)
-            return f"{name}({', '.join(self._argument(a) for a in node.args)})"
+            given = [self._argument(a) for a in node.args]
+            caller = self.access.call(value.parsed, node, self.where)
+            return f"{name}({', '.join([*given, caller] if caller else given)})"
         arguments = ", ".join(self.text(a) for a in node.args)
         if isinstance(value, Intrinsic):
             self.module.intrinsics[value.name] = value
@@ -184,14 +202,36 @@ class FunctionEmitter:
         number = texts[0]
         for text, extent in zip(texts[1:], extents[1:], strict=True):
             number = f"({number} * {extent} + {text})"
-        line = line_of(self.parsed, node)
+        spread = self.spread(name)
+        if spread is not None:
+            number = f"({number}) * {spread[0]} + {spread[1]}"
         return Place(
-            name, line, self.kind(name), f"v_{name}", texts, tuple(extents), self.element(name, number)
+            name,
+            line_of(self.parsed, node),
+            self.kind(name),
+            f"v_{name}",
+            texts,
+            tuple(extents),
+            number,
+            spread,
+            origin_of(node),
+            self.parsed.arrays[name].space if name in self.parsed.arrays else "",
+            f"s_{name}",
+            self.where,
         )
 
-    def element(self, _name: str, number: str) -> str:
-        """Element number inside the storage of an array."""
-        return number
+    def spread(self, _name: str) -> tuple[str, str] | None:
+        """How far the elements of one thread lie apart in an array's storage, and its first one."""
+        return None
+
+    def allocate(self, name: str, element: str, size: int) -> None:
+        """Storage of an array that a function declares."""
+        self.emit(f"v_{name} = stack_array({element}, {size})")
+        if self.module.options.poison:
+            self.emit(f"poison(v_{name}, {size})")
+        if self.module.options.checked:
+            self.emit(f"s_{name} = stack_array(uint8, {size})")
+            self.emit(f"forget(s_{name}, {size})")
 
     def _is_array(self, node: ast.expr) -> bool:
         return isinstance(node, ast.Name) and (node.id in self.ranks or node.id in self.parsed.arrays)
@@ -207,7 +247,8 @@ class FunctionEmitter:
         if not self._is_array(node):
             return self.text(node)
         assert isinstance(node, ast.Name)
-        return ", ".join([f"v_{node.id}", *self.extents(node.id)])
+        shadow = [f"s_{node.id}"] if self.module.options.checked else []
+        return ", ".join([f"v_{node.id}", *self.extents(node.id), *shadow])
 
     # --- statements of one thread
 

@@ -29,13 +29,31 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _mark(builder: Any, instruction: Any, kind: str) -> None:
-    """Attach the alias class of an access as scoped no-alias metadata."""
+def mark(builder: Any, instruction: Any, kind: str, kinds: tuple[str, ...] = KINDS) -> None:
+    """Attach the alias class of an access, one of disjoint ``kinds``, as scoped no-alias metadata."""
     module = builder.module
     domain = module.add_metadata([ir.MetaDataString(module, "refengine")])
-    scopes = {k: module.add_metadata([ir.MetaDataString(module, k), domain]) for k in KINDS}
+    scopes = {k: module.add_metadata([ir.MetaDataString(module, k), domain]) for k in kinds}
     instruction.set_metadata("alias.scope", module.add_metadata([scopes[kind]]))
-    instruction.set_metadata("noalias", module.add_metadata([scopes[k] for k in KINDS if k != kind]))
+    instruction.set_metadata("noalias", module.add_metadata([scopes[k] for k in kinds if k != kind]))
+
+
+def read_element(builder: Any, place: Any, item: Any, kind: str, kinds: tuple[str, ...] = KINDS) -> Any:
+    """Value of type ``item`` at a place of one alias class."""
+    value = builder.load(place)
+    mark(builder, value, kind, kinds)
+    if isinstance(item, types.Boolean):  # a byte in memory, one bit in a register
+        return builder.icmp_unsigned("!=", value, ir.Constant(value.type, 0))
+    return value
+
+
+def write_element(
+    builder: Any, place: Any, item: Any, value: Any, kind: str, kinds: tuple[str, ...] = KINDS
+) -> None:
+    """Put a value of type ``item`` at a place of one alias class."""
+    if isinstance(item, types.Boolean):
+        value = builder.zext(value, ir.IntType(8))
+    mark(builder, builder.store(value, place), kind, kinds)
 
 
 def _element(context: Any, builder: Any, pointer: Any, index: Any, index_type: Any) -> Any:
@@ -43,7 +61,8 @@ def _element(context: Any, builder: Any, pointer: Any, index: Any, index_type: A
     return builder.gep(pointer, [offset], inbounds=True)
 
 
-def _want_integer(index: Any) -> None:
+def want_integer(index: Any) -> None:
+    """Refuse an index that is no whole number."""
     if not isinstance(index, types.Integer | types.Boolean):
         raise TypingError(f"an index of type {index}: indices are whole numbers")
 
@@ -51,29 +70,25 @@ def _want_integer(index: Any) -> None:
 def _access(kind: str) -> tuple[Any, Any]:
     @intrinsic
     def load(_typing: Any, pointer: Any, index: Any) -> Any:
-        _want_integer(index)
+        want_integer(index)
         signature = pointer.dtype(pointer, index)
 
         def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
-            value = builder.load(_element(context, builder, values[0], values[1], sig.args[1]))
-            _mark(builder, value, kind)
-            if isinstance(sig.return_type, types.Boolean):  # a byte in memory, one bit in a register
-                return builder.icmp_unsigned("!=", value, ir.Constant(value.type, 0))
-            return value
+            place = _element(context, builder, values[0], values[1], sig.args[1])
+            return read_element(builder, place, sig.return_type, kind)
 
         return signature, generate
 
     @intrinsic
     def store(_typing: Any, pointer: Any, index: Any, value: Any) -> Any:
-        _want_integer(index)
+        want_integer(index)
         signature = types.void(pointer, index, value)
 
         def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
-            stored = context.cast(builder, values[2], sig.args[2], sig.args[0].dtype)
-            if isinstance(sig.args[0].dtype, types.Boolean):
-                stored = builder.zext(stored, ir.IntType(8))
-            done = builder.store(stored, _element(context, builder, values[0], values[1], sig.args[1]))
-            _mark(builder, done, kind)
+            item = sig.args[0].dtype
+            stored = context.cast(builder, values[2], sig.args[2], item)
+            place = _element(context, builder, values[0], values[1], sig.args[1])
+            write_element(builder, place, item, stored, kind)
             return context.get_dummy_value()
 
         return signature, generate
@@ -174,10 +189,10 @@ def _shuffle(kind: str) -> Any:
             ends = [builder.bitcast(builder.gep(p, [base]), vector.as_pointer()) for p in values[:2]]
             size = context.get_abi_sizeof(item)
             loaded = builder.load(ends[1], align=size)
-            _mark(builder, loaded, "lane")
+            mark(builder, loaded, "lane")
             mask = ir.Constant(ir.VectorType(ir.IntType(32), 32), lanes)
             moved = builder.shuffle_vector(loaded, loaded, mask)
-            _mark(builder, builder.store(moved, ends[0], align=size), "lane")
+            mark(builder, builder.store(moved, ends[0], align=size), "lane")
             return context.get_dummy_value()
 
         return signature, generate
@@ -210,30 +225,39 @@ _ATOMIC_INTEGERS = (types.int32, types.uint32, types.int64, types.uint64)
 _ATOMIC_NUMBERS = (*_ATOMIC_INTEGERS, types.float32, types.float64)
 
 
-def _want_atomic(operation: str, pointer: Any, index: Any) -> None:
+def want_atomic(operation: str, pointer: Any) -> None:
     """Refuse what numba.cuda has no atomic for."""
-    _want_integer(index)
     wanted = _ATOMIC_NUMBERS if operation in ("add", "sub", "min", "max") else _ATOMIC_INTEGERS
     if pointer.dtype not in wanted:
         raise TypingError(f"atomic {operation} on {pointer.dtype}: it works on {', '.join(map(str, wanted))}")
 
 
+def atomic_update(builder: Any, operation: str, item: Any, place: Any, operand: Any) -> Any:
+    """Change the value of type ``item`` at a place; what was there before."""
+    if isinstance(item, types.Float) and operation in ("add", "sub", "min", "max"):
+        operation = "f" + operation
+    elif operation in ("min", "max") and not item.signed:
+        operation = "u" + operation
+    return builder.atomic_rmw(operation, place, operand, "monotonic")
+
+
+def atomic_exchange(builder: Any, place: Any, old: Any, new: Any) -> Any:
+    """Put ``new`` where ``old`` is; what was there before."""
+    return builder.extract_value(builder.cmpxchg(place, old, new, "monotonic", "monotonic"), 0)
+
+
 def _atomic(operation: str) -> Any:
     @intrinsic
     def atomic(_typing: Any, pointer: Any, index: Any, value: Any) -> Any:
-        _want_atomic(operation, pointer, index)
+        want_integer(index)
+        want_atomic(operation, pointer)
         signature = pointer.dtype(pointer, index, value)
 
         def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
             item = sig.args[0].dtype
             place = _element(context, builder, values[0], values[1], sig.args[1])
             operand = context.cast(builder, values[2], sig.args[2], item)
-            name = operation
-            if isinstance(item, types.Float) and operation in ("add", "sub", "min", "max"):
-                name = "f" + operation
-            elif operation in ("min", "max") and not item.signed:
-                name = "u" + operation
-            return builder.atomic_rmw(name, place, operand, "monotonic")
+            return atomic_update(builder, operation, item, place, operand)
 
         return signature, generate
 
@@ -249,7 +273,8 @@ atomic_exch = _atomic("xchg")
 @intrinsic
 def atomic_cas(_typing: Any, pointer: Any, index: Any, expected: Any, value: Any) -> Any:
     """Compare and swap; returns what was there before."""
-    _want_atomic("cas", pointer, index)
+    want_integer(index)
+    want_atomic("cas", pointer)
     signature = pointer.dtype(pointer, index, expected, value)
 
     def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
@@ -257,7 +282,7 @@ def atomic_cas(_typing: Any, pointer: Any, index: Any, expected: Any, value: Any
         place = _element(context, builder, values[0], values[1], sig.args[1])
         old = context.cast(builder, values[2], sig.args[2], item)
         new = context.cast(builder, values[3], sig.args[3], item)
-        return builder.extract_value(builder.cmpxchg(place, old, new, "monotonic", "monotonic"), 0)
+        return atomic_exchange(builder, place, old, new)
 
     return signature, generate
 

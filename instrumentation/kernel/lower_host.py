@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from instrumentation.kernel.plan import KernelPlan
 
 AXES = "xyz"
+#: who makes a checked access: address of the report, calls, block, thread. What is uniform is done by the first thread.
+_UNIFORM = "(_report, int64(0), _b, int64(0))"
+_THREAD = "(_report, int64(0), _b, _t)"
 #: alias class and number of axes of an array argument; None for a value
 ArgumentShape = tuple[str, int] | None
 
@@ -35,6 +38,8 @@ class HostOptions:
     reverse_lanes: bool = False
     #: shared and local arrays start as 0xFF bytes (NaN): a read before the first write shows
     poison: bool = False
+    #: every access is checked: ``checked_access.py``
+    checked: bool = False
 
 
 class DeviceFunctionEmitter(FunctionEmitter):
@@ -50,15 +55,15 @@ class DeviceFunctionEmitter(FunctionEmitter):
             names.append(f"v_{parameter}")
             if self.shapes[parameter]:
                 names.extend(self.extents(parameter))
+                names.extend([f"s_{parameter}"] if module.options.checked else [])
+        names.extend(["_where"] if module.options.checked else [])
         self.lines = [
             "@helper",
             f"def {name}({', '.join(names)}):",
         ]
         for array, declared in parsed.arrays.items():
             assert declared.space == "local", "a device function with shared arrays is inlined"
-            self.emit(f"v_{array} = stack_array({declared.element}, {prod(declared.shape)})")
-            if module.options.poison:
-                self.emit(f"poison(v_{array}, {prod(declared.shape)})")
+            self.allocate(array, declared.element, prod(declared.shape))
         self.depth = 0
         self.block(parsed.body)
 
@@ -84,18 +89,19 @@ class KernelEmitter(FunctionEmitter):
         self.threads = plan.threads
         self.storage = plan.storage
         self.typing = module.typing
+        self.where = _UNIFORM
         assert self.typing == (types_of_lanes is None)
 
     def kind(self, name: str) -> str:
         """Alias class of an array."""
         return "lane" if name in self.parsed.arrays else self.plan.access.kind(name)
 
-    def element(self, name: str, number: str) -> str:
+    def spread(self, name: str) -> tuple[str, str] | None:
         """Local arrays of all threads stand interleaved, so that a lane loop reads them side by side."""
         array = self.parsed.arrays.get(name)
         if array is not None and array.space == "local" and not self.typing:
-            return f"({number}) * {self.threads} + _t"
-        return number
+            return str(self.threads), "_t"
+        return None
 
     def read(self, name: str) -> str:
         """Expression of a name's value in this thread."""
@@ -150,9 +156,7 @@ class KernelEmitter(FunctionEmitter):
     def _declare(self) -> None:
         for name, array in self.parsed.arrays.items():
             size = prod(array.shape) * (self.threads if array.space == "local" and not self.typing else 1)
-            self.emit(f"v_{name} = stack_array({array.element}, {size})")
-            if self.module.options.poison and not self.typing:
-                self.emit(f"poison(v_{name}, {size})")
+            self.allocate(name, array.element, size)
         for name, element in (self.types_of_lanes or {}).items():
             self.emit(f"v_{name} = stack_array({element}, {self.threads})")
 
@@ -201,7 +205,12 @@ class KernelEmitter(FunctionEmitter):
         for axis, extent in axes:
             number = f"_t{axis}" if number == "0" else f"({number}) * {extent} + _t{axis}"
         self.emit(f"_t = {number}")
+        self.where = _THREAD
         return len(axes)
+
+    def _end_lanes(self, opened: int) -> None:
+        self.depth -= opened
+        self.where = _UNIFORM
 
     def _region(self, part: Region) -> None:
         if all(isinstance(s, ast.Assign) and isinstance(s.targets[0], ast.Name)
@@ -210,7 +219,7 @@ class KernelEmitter(FunctionEmitter):
         opened = self._lanes()
         for statement in part.statements:
             self.statement(statement)
-        self.depth -= opened
+        self._end_lanes(opened)
 
     def _collective(self, node: ast.stmt) -> None:
         """A barrier is the cut itself; a shuffle moves values between lanes of each warp.
@@ -251,7 +260,7 @@ class KernelEmitter(FunctionEmitter):
         self.emit(f"_s = (_t & ~31) + ({lane})")
         value = f"load_lane(v_{source.id}, _s)" if from_lanes else self.read(source.id)
         self.emit(f"store_lane(v_{target.id}, _t, {value})", node)
-        self.depth -= opened
+        self._end_lanes(opened)
 
 
 class HostModule:
@@ -287,6 +296,7 @@ class HostModule:
             "from numba import boolean, float32, float64, int8, int16, int32, int64, uint8, uint16, uint32, uint64",
             "from instrumentation.kernel import intrinsics",
             "from instrumentation.kernel.host_runtime import *",
+            "from instrumentation.kernel.checked_runtime import *" if self.options.checked else "",
             "from instrumentation.kernel.host_types import TypedHelper as helper"
             if self.typing
             else "from instrumentation.kernel.host_pipeline import helper",
@@ -296,10 +306,11 @@ class HostModule:
         return "\n".join(header) + "\n\n".join(["", *self._sources, "\n".join(body), ""])
 
 
-def entry_lines(signature: dict[str, Any], body: list[str]) -> list[str]:
+def entry_lines(signature: dict[str, Any], body: list[str], *, checked: bool = False) -> list[str]:
     """The C-callable function that unpacks the argument block and runs a range of blocks.
 
-    Slots of 8 bytes: grid x, y, z; then each array's address and extents, each scalar.
+    Slots of 8 bytes: grid x, y, z; then each array's address and extents, each scalar. A checked function has more of
+    them: the report's address, then how far each array's shadow lies from it, 0 where it has none.
     """
     lines = ["def entry(_args, _begin, _end):", "    _gx, _gy, _gz = _args[0], _args[1], _args[2]"]
     slot = 3
@@ -311,6 +322,10 @@ def entry_lines(signature: dict[str, Any], body: list[str]) -> list[str]:
         else:
             lines.append(f"    v_{name} = argument_scalar(_args, {slot}, {kind})")
             slot += 1
+    if checked:
+        lines.append(f"    _report = _args[{slot}]")
+        arrays = [name for name, kind in signature.items() if isinstance(kind, nb.Array)]
+        lines += [f"    s_{name} = _args[{slot + 1 + i}]" for i, name in enumerate(arrays)]
     lines += [
         "    for _b in range(_begin, _end):",
         "        _bx = _b % _gx",

@@ -17,6 +17,7 @@ import numpy as np
 from instrumentation.kernel.access import access_sets
 from instrumentation.kernel.dialect import array_declaration
 from instrumentation.kernel.dialect_expressions import constant
+from instrumentation.kernel.origin import mark_inlined
 from instrumentation.kernel.parse import NUMBER_TYPES, ParsedFunction, describe
 from instrumentation.kernel.tree import walk
 
@@ -226,6 +227,7 @@ class _Normaliser:
         if self.statements > MAX_STATEMENTS:
             parsed.refuse(call, f"more than {MAX_STATEMENTS} statements once {helper.name} is inlined")
         result: ast.expr | None = None
+        mark_inlined((inner for statement in body for inner in ast.walk(statement)), call)
         if body and isinstance(body[-1], ast.Return):
             result = body.pop().value
         for statement in body:

@@ -19,6 +19,7 @@ from numba.core import types as nb
 
 from instrumentation.errors import KernelDialectError
 from instrumentation.kernel.intrinsics import Intrinsic
+from instrumentation.kernel.origin import hinted_lines, mark_origins
 from instrumentation.kernel.tree import walk
 from instrumentation.kernel.types import signature_of
 
@@ -223,7 +224,15 @@ def _read(function: Any) -> ParsedFunction:
         ranks={},
         source=source,
     )
-    hints = {first + i for i, text in enumerate(lines) if "lanes: outside" in text.partition("#")[2]}
+    mark_origins(
+        parsed.walk(),
+        file=file,
+        function=parsed.name,
+        source=source,
+        first_line=first,
+        indentation=len(lines[0]) - len(lines[0].lstrip()),
+    )
+    hints = hinted_lines(source, first, "lanes: outside")
     for node in parsed.walk():
         if isinstance(node, ast.For | ast.While) and node.lineno in hints:
             node.lanes_outside = True  # type: ignore[union-attr]

@@ -67,7 +67,7 @@ def _headline(finding: Finding) -> list[str]:
     elif finding.actor is not None:
         parts.append(finding.actor)
     if finding.kernel is not None:
-        at = f" ({_path(finding.source.file)}:{finding.source.line})" if finding.source else ""
+        at = f" ({_source(finding.source, finding.column)})" if finding.source else ""
         parts.append(f"kernel {finding.kernel}{at}")
     lines = [f"{finding.code} {finding.kind}" + (": " + ", ".join(parts) if parts else "")]
     lines.append(f"  {finding.message}")
@@ -87,6 +87,11 @@ def _headline(finding: Finding) -> list[str]:
     if finding.count > 1:
         lines.append(f"  found {finding.count} times")
     return lines
+
+
+def _source(frame: Frame, column: int | None) -> str:
+    place = f"{_path(frame.file)}:{frame.line}"
+    return place if column is None else f"{place}:{column}"
 
 
 def _path(file: str) -> str:
@@ -114,7 +119,14 @@ def _place(finding: Finding) -> list[str]:
         return []
     place = describe_place(finding)
     lines = [f"{place[0].upper()}{place[1:]} {_extent(finding.buffer)}"]
-    if finding.neighbour is not None:
+    if finding.neighbour is not None and finding.source is not None:
+        assert finding.offset is not None, finding
+        inside = finding.buffer.address + finding.offset - finding.neighbour.address
+        other = finding.neighbour
+        lines.append(
+            f"That is {count_bytes(inside)} inside the {other.nbytes}-byte buffer {other.name} {_extent(other)}"
+        )
+    elif finding.neighbour is not None:
         reach = "reached" if finding.reached_neighbour else "did not reach"
         lines.append(
             f"The damage {reach} the redzone of the neighbour {finding.neighbour.name} "

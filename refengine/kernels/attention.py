@@ -163,20 +163,23 @@ def _span(  # noqa: C901, PLR0915 - as the function in it
                 for b in range(head_dim // n_keys if n_visible > 0 else 0):
                     first = b * n_keys
                     scale_at = head_dim + first // block_k * SCALE_BYTES
-                    scale_k = load_scale_k(k_cache, page, kv_head, scale_at, lane, 1, 0)
+                    scale_k = load_scale_k(k_cache, page, kv_head, scale_at, lane, 1, 0)  # unwritten: allowed
                     for u in range(n_keys):
-                        fetched[u] = decode_k(k_cache[page, kv_head, first + u, lane], scale_k)
+                        stored = k_cache[page, kv_head, first + u, lane]  # unwritten: allowed
+                        fetched[u] = decode_k(stored, scale_k)
                     for u in range(n_keys // HEAD_DIM_UNIT):
                         for n in range(HEAD_DIM_UNIT):
                             at = u * HEAD_DIM_UNIT + n
                             scores[n] = cuda.fma(query[first + at], fetched[at], scores[n])
             else:
                 for b in range(head_dim // block_k):
-                    scale_k = load_scale_k(k_cache, page, kv_head, head_dim + b * SCALE_BYTES, lane, 1, 0)
+                    scale_at = head_dim + b * SCALE_BYTES
+                    scale_k = load_scale_k(k_cache, page, kv_head, scale_at, lane, 1, 0)  # unwritten: allowed
                     for u in range(block_k // HEAD_DIM_UNIT):
                         for n in quarters:
                             d = b * block_k + u * HEAD_DIM_UNIT + n
-                            key = decode_k(k_cache[page, kv_head, d, lane], scale_k)
+                            stored = k_cache[page, kv_head, d, lane]  # unwritten: allowed
+                            key = decode_k(stored, scale_k)
                             scores[n] = cuda.fma(q[token, head, d], key, scores[n])
             # A cell behind the position may hold anything, NaN too: select, never multiply by zero.
             score = (

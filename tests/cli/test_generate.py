@@ -164,6 +164,12 @@ def test_a_damaged_canary_is_rendered_and_ends_with_1(generate, loaded):
     assert "Traceback" not in result.stderr
 
 
+def test_checked_kernels_write_the_same_text_and_find_nothing(generate, engine):
+    expected = engine.generate("the in an", n_predict=6, temperature=0).text.encode()
+    result = generate("-p", "the in an", "-n", "6", "-q", "--check", "trap", *GREEDY)
+    assert (result.exit_code, result.stdout_bytes) == (0, expected)
+
+
 @pytest.mark.parametrize("level", ["off", "guard"])
 def test_a_leak_is_a_finding_too(generate, loaded, level):
     def leak(engine):

@@ -58,7 +58,7 @@ def test_several_sequences_are_refused(generate, one_line):
     ("args", "seen"),
     [
         (["--fast"], "fast=True"),
-        (["--check", "trap"], "trap"),
+        (["--check", "trap", "--device", "cuda"], "trap"),
     ],
 )
 def test_what_the_engine_has_not_built_is_refused_by_the_engine(generate, one_line, args, seen):

@@ -1,18 +1,31 @@
 """Reports as people read them. ``REFENGINE_UPDATE_GOLDEN=1 pytest`` of this file writes the texts anew."""
 
-from __future__ import annotations
-
+# No "from __future__ import annotations": the types of a kernel's parameters are read at run time.
 import os
 import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fake_memory import FakeMemory
+from numba import cuda, float32
 
 from instrumentation.allocator import Allocator, BufferRequest
+from instrumentation.devices.launch import bind
+from instrumentation.devices.trap import Run, findings
 from instrumentation.errors import FindingError
-from instrumentation.findings import BufferFacts, Finding, FindingLog, Frame, MemoryWindow
+from instrumentation.findings import BufferFacts, CallSite, Finding, FindingLog, Frame, MemoryWindow
+from instrumentation.kernel import device_function, kernel
+from instrumentation.kernel.checked_report import (
+    OUTSIDE,
+    RECORD_WORDS,
+    REPORT_WORDS,
+    UNWRITTEN,
+    USED_AFTER_FREE,
+    Record,
+)
+from instrumentation.kernel.types import f32_1d, f32_2d, i32
 from instrumentation.levels import Level
 from instrumentation.ownership import Owner
 from instrumentation.reports.text import describe_place, render
@@ -25,6 +38,7 @@ def normalise(text):
     """Keep this file's frames only, without line numbers: what calls it differs from machine to machine."""
     lines = []
     ours = True
+    text = re.sub(r"\([^() ]*test_report_text\.py:\d+:", "(test_report_text.py:N:", text)
     for line in text.splitlines():
         frame = re.fullmatch(r"  (.*):\d+ in (.*)", line)
         if frame:
@@ -144,6 +158,65 @@ def test_lease_by_a_stranger(world):
     check("own001_lend", str(raised.value))
 
 
+@device_function
+def element(values, i):
+    return values[i]
+
+
+@kernel(block=32)
+def blend(x: f32_1d, y: f32_2d, n: i32) -> None:
+    tile = cuda.shared.array(32, float32)
+    i = cuda.grid(1)
+    tile[cuda.threadIdx.x] = element(x, i) + x[i - 1]
+    y[1, i] = tile[i]
+
+
+class TestKernelAccesses:
+    """Records as a device writes them, over memory whose addresses are the same everywhere."""
+
+    def report(self, world, name, text, how, *records, chain=0, freed=False):
+        """Check the report of records of (kind, count, block, thread, indices, extents) at one site."""
+        x = world.buffer(400, TARGET, "compute.x").view("float32", 100)
+        y = world.buffer(800, TARGET, "compute.y").view("float32", (2, 100))
+        launch = replace(bind(blend, 4, {"x": x, "y": y, "n": 100}), number=4711)
+        called_at = CallSite()
+        if freed:
+            x.buffer.free()
+        table = blend.access_table
+        (site,) = [n for n, s in enumerate(table.sites) if (s.origin.text, s.how) == (text, how)]
+        words = np.zeros(REPORT_WORDS, np.int64)
+        for n, (kind, count, block, thread, *axes) in enumerate(records):
+            record = Record(site, chain, kind, count, block, thread, tuple(axes[:4]), tuple(axes[4:]))
+            words[1 + n * RECORD_WORDS :][:RECORD_WORDS] = record.words
+            words[0] += count
+        run = Run(launch, called_at, world.allocator, "target.0", TARGET)
+        check(name, "\n\n".join(map(render, findings(words, run))))
+
+    def test_a_load_in_a_device_function(self, world):
+        record = (OUTSIDE, 28, 3, 4, 100, 0, 0, 0, 100, 0, 0, 0)
+        self.report(world, "mem010_load", "values[i]", "load", record, chain=1)
+
+    def test_a_negative_load(self, world):
+        record = (OUTSIDE, 1, 0, 0, -1, 0, 0, 0, 100, 0, 0, 0)
+        self.report(world, "mem010_negative", "x[i - 1]", "load", record)
+
+    def test_a_store_along_one_axis_in_the_arena(self, world):
+        record = (OUTSIDE, 1, 2, 31, 1, -260, 0, 0, 2, 100, 0, 0)
+        self.report(world, "mem011_neighbour", "y[1, i]", "store", record)
+
+    def test_a_load_of_shared_memory(self, world):
+        record = (OUTSIDE, 96, 1, 0, 32, 0, 0, 0, 32, 0, 0, 0)
+        self.report(world, "mem010_shared", "tile[i]", "load", record)
+
+    def test_a_read_of_what_nothing_wrote(self, world):
+        record = (UNWRITTEN, 7, 2, 29, 93, 0, 0, 0, 100, 0, 0, 0)
+        self.report(world, "mem012_unwritten", "x[i - 1]", "load", record)
+
+    def test_a_read_of_what_was_freed(self, world):
+        record = (USED_AFTER_FREE, 100, 0, 0, 5, 0, 0, 0, 100, 0, 0, 0)
+        self.report(world, "mem013_freed", "x[i - 1]", "load", record, freed=True)
+
+
 def test_store_in_a_kernel():
     finding = Finding(
         code="MEM011",
@@ -223,5 +296,5 @@ def test_repetitions_are_told():
 
 
 def test_every_golden_report_is_checked():
-    names = set(re.findall(r'check\("(\w+)"', Path(__file__).read_text("utf-8")))
+    names = set(re.findall(r'(?:check\(|report\(world, )"(\w+)"', Path(__file__).read_text("utf-8")))
     assert names == {path.stem for path in GOLDEN.glob("*.txt")}

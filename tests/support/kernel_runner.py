@@ -11,6 +11,7 @@ from numba.core import types as nb
 
 from instrumentation.devices.host_driver import NO_RANGES, run_launches
 from instrumentation.kernel import HostOptions, Kernel
+from instrumentation.kernel.checked_report import REPORT_WORDS, read_records
 
 #: plain; poisoned shared and local arrays; and reversed lanes too: a correct kernel gives the same bits in each.
 #: Reversed lanes over arrays as they come show no more: what reads them before they are written is found by poison.
@@ -50,7 +51,10 @@ def run(
     options: HostOptions = OPTION_SETS[0],
     threads: int = 1,
 ) -> None:
-    """Launch ``kernel`` once. ``arguments``: arrays, changed in place, and numbers, in the kernel's order."""
+    """Launch ``kernel`` once. ``arguments``: arrays, changed in place, and numbers, in the kernel's order.
+
+    A checked kernel runs without shadows of its arguments, and must report nothing.
+    """
     shape = (grid,) if isinstance(grid, int) else grid
     shape = (*shape, *(1,) * (3 - len(shape)))
     assert len(arguments) == len(kernel.signature), f"{kernel.name} takes {list(kernel.signature)}"
@@ -67,11 +71,16 @@ def run(
             slots.append(int.from_bytes(struct.pack(size, argument).ljust(8, b"\0"), "little", signed=True))
         else:
             slots.append(int(np.array(argument, str(kind)).astype(np.int64)))
+    report = np.zeros(REPORT_WORDS, np.int64)
+    if options.checked:
+        slots += [report.ctypes.data, *[0] * len(guarded)]
     block = np.array(slots, np.int64)
     entry = kernel.host(options).address
     blocks = prod(shape)
     launch = np.array([[entry, block.ctypes.data, blocks, 0, 0, 1]], np.int64)
     run_launches(launch, 0, 1, threads, NO_RANGES)
+    found, _ = read_records(report)
+    assert not found, f"{kernel.name}: {found[0]} of {kernel.access_table.sites[found[0].site].origin.text}"
     for (array, copy), name in zip(guarded, [g.name for _, g in guarded], strict=True):
         copy.check(written=name in kernel.writes)
         array[...] = copy.array

@@ -9,9 +9,11 @@ from kernel_fuzz import BLOCK, LENGTH, Program, interpret
 from kernel_runner import OPTION_SETS, run
 
 from instrumentation.errors import KernelDialectError
+from instrumentation.kernel import HostOptions
 
 DEEP = int(os.environ.get("REFENGINE_FUZZ_KERNELS", "0"))
 FIRST = int(os.environ.get("REFENGINE_FUZZ_FIRST", "0"))
+CHECKED = HostOptions(checked=True)
 SEEDS = range(FIRST, FIRST + (DEEP or 20))
 
 
@@ -32,7 +34,8 @@ def test_random_kernel(seed, tmp_path):
     for n in (0, 3):
         y = rng.integers(0, 1009, 2 * BLOCK).astype(np.int64)
         want = interpret(program.thread_source, 2, x, y, n)
-        for options in (OPTION_SETS[0], OPTION_SETS[-1]):
+        # The checked form takes longest to compile.
+        for options in (OPTION_SETS[0], OPTION_SETS[-1], *([CHECKED] if DEEP or seed % 5 == 0 else [])):
             got = y.copy()
             run(kernel, 2, x, got, n, options=options)
             np.testing.assert_array_equal(got, want, err_msg=f"{options}\n{program.kernel_source}")

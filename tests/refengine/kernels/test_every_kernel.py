@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 
 import pytest
@@ -92,6 +93,20 @@ def test_orders_of_threads_are_tried_on_every_format_in_both_forms():
         name = form.name.lower()
         assert f"get_rows_{name}" in hostile
         assert any(re.fullmatch(rf"mul_mat_{name}_x\d_wide\d", each) for each in hostile)
+
+
+def checked_cases():
+    """The first kernel of each template, whose accesses are written once; all of them in a deep run."""
+    if os.environ.get("HYPOTHESIS_PROFILE") == "deep":
+        return CASES
+    return list({case.kernel.function.__qualname__: case for case in reversed(CASES)}.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", checked_cases(), ids=names)
+def test_a_checked_kernel_gives_the_same_bits_and_reports_nothing(case):
+    plain, checked = (outputs(case, HostOptions(checked=checked)) for checked in (False, True))
+    assert {n: v.tobytes() for n, v in checked.items()} == {n: v.tobytes() for n, v in plain.items()}
 
 
 def test_no_kernel_is_left_out():
