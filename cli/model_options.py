@@ -39,9 +39,7 @@ placement_options = together(
     option("-dev", "--device", default="auto", metavar="NAME", help="auto, host, cuda or cuda:N."),
     option("-t", "--threads", type=int, metavar="N", help="Threads of the host device; all cores."),
 )
-schedule_option = option(
-    "--schedule-seed", type=int, metavar="N", help="Queued work of the host device in a random order."
-)
+schedule_option = option("--schedule-seed", type=int, metavar="N", help="Host: queued work in random order.")
 memory_options = together(
     option("--device-memory-limit", callback=_size, metavar="SIZE", help="Bytes, or with KiB, MiB or GiB."),
     option(
@@ -52,7 +50,7 @@ memory_options = together(
         "worst_case_reserve",
         flag_value=False,
         default=True,
-        help="Let compute memory grow; a long prompt may then run out.",
+        help="Let memory grow; may run out later.",
     ),
 )
 device_options = together(

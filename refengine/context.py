@@ -100,8 +100,7 @@ class Context:
                 allocator, self.stream, self.owner, plan.graph, operations,
                 capture=self.settings.capture, handed="hidden" if self.settings.hands_over else None,
             )  # fmt: skip
-            # Who hands over captures what is left to do for it as a graph of its own.
-            device.bound_graphs(self.owner, MAX_EXECUTABLES * (2 if self.settings.hands_over else 1))
+            device.bound_graphs(self.owner, MAX_EXECUTABLES)
             self.executor.reserve(self.executor.nbytes(self.settings.reserved_shapes))
             undo.callback(self.executor.release)
             self._undo = undo.pop_all()

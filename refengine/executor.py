@@ -92,9 +92,8 @@ class Executable:
             )
             for spec in graph.tensors.values()
         }
-        #: the launches of both
+        #: the launches of the first
         self.captured: CapturedGraph | None = None
-        self.captured_hand_over: CapturedGraph | None = None
         buffer = overlay.buffers[layout.place[next(iter(layout.inputs))]]
         self.inputs: View = buffer.view(np.uint8, buffer.nbytes)
         self.host_inputs: npt.NDArray[np.uint8] = np.zeros(buffer.nbytes, np.uint8)
@@ -114,9 +113,8 @@ class Executable:
 
     def release(self) -> None:
         """Give up the captured launches, then the layout."""
-        for captured in (self.captured, self.captured_hand_over):
-            if captured is not None:
-                captured.destroy()
+        if self.captured is not None:
+            self.captured.destroy()
         self.overlay.release()
 
 
@@ -208,7 +206,8 @@ class Executor:
                 self.stream.copy_out(array, executable.views[name])
             if executable.handing_over:
                 self.stream.synchronize()
-                self._queue_hand_over(executable)
+                # Not captured: graphs of many shapes hand the same rows over, and would be one graph many times.
+                self._launch(executable, executable.handing_over)
                 return
         except Exception:
             # What is queued already writes to cells that the caller gives up now.
@@ -224,23 +223,11 @@ class Executor:
         else:
             self._launch(executable, executable.nodes)
 
-    def _queue_hand_over(self, executable: Executable) -> None:
-        nodes = executable.handing_over
-        if executable.captured_hand_over is None and self.capture:
-            executable.captured_hand_over = self._capture(executable, nodes, " hand-over")
-        if executable.captured_hand_over is not None:
-            self.stream.replay(executable.captured_hand_over)
-        else:
-            self._launch(executable, nodes)
-
     def _captured(self, executable: Executable) -> CapturedGraph:
-        return self._capture(executable, executable.nodes)
-
-    def _capture(self, executable: Executable, nodes: list[Node], what: str = "") -> CapturedGraph:
         self.stream.begin_capture()
         try:
-            self._launch(executable, nodes)
-            return self.stream.end_capture(f"{self.owner} {executable.graph.shape}{what}")
+            self._launch(executable, executable.nodes)
+            return self.stream.end_capture(f"{self.owner} {executable.graph.shape}")
         finally:
             self.stream.abandon_capture()
 

@@ -54,12 +54,12 @@ def launches(graph: Graph, layer: int) -> int:
 
 #: launches of a layer of one token: as built, joined, and fewest; layers 0 of qwen35 are gated delta nets, 3 attention
 COUNTS = {
-    ("llama", 0): (17, 12, 8),
-    ("qwen3", 0): (19, 12, 8),
-    ("qwen35", 0): (17, 14, 9),
-    ("qwen35", 3): (20, 12, 8),
-    ("qwen35moe", 0): (25, 22, 14),
-    ("qwen35moe", 3): (28, 20, 13),
+    ("llama", 0): (17, 12, 6),
+    ("qwen3", 0): (19, 12, 6),
+    ("qwen35", 0): (17, 14, 7),
+    ("qwen35", 3): (20, 12, 6),
+    ("qwen35moe", 0): (25, 22, 13),
+    ("qwen35moe", 3): (28, 20, 12),
 }
 ONE = BatchShape(1, 1, 1)
 
@@ -71,7 +71,7 @@ def test_launches_of_a_layer(name: str, layer: int):
     assert tuple(launches(each, layer) for each in graphs) == COUNTS[name, layer]
 
 
-@pytest.mark.parametrize(("name", "counts"), [("qwen35", (30, 20, 16)), ("qwen35moe", (38, 28, 21))])
+@pytest.mark.parametrize(("name", "counts"), [("qwen35", (30, 20, 14)), ("qwen35moe", (38, 28, 20))])
 def test_launches_of_the_block_that_drafts(name: str, counts: tuple[int, ...]):
     graph = built(name, ONE, draft=True, n_hidden=4)
     graphs = (graph, fused(graph), fused(graph, fewest=True))
@@ -101,9 +101,11 @@ def test_what_goes_has_one_reader_and_is_no_output(
     for tensor in joined.tensors:
         assert joined.tensors[tensor] == graph.tensors[tensor]
     read = Counter(tensor for node in graph.nodes for tensor in node.tensors.values())
+    writers = {tensor: node.op for node in graph.nodes for tensor in node.results}
     for tensor in graph.tensors.keys() - joined.tensors.keys():
         assert graph.tensors[tensor].kind == "compute"
-        assert read[tensor] == 1
+        # A norm's result may have several readers, when they all are one node with it.
+        assert read[tensor] == 1 or (fewest and writers[tensor] == "rms_norm")
     # Every tensor is written before it is read, once; weights, caches and buffers are those that there were.
     known = {tensor for tensor, spec in joined.tensors.items() if spec.kind == "input"}
     for node in joined.nodes:

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kernel_runner import run
 
 from refengine.kernels.gated_delta import columns_per_block, gated_delta
-from refengine.kernels.short_conv import short_conv
+from refengine.kernels.short_conv import ROWS, short_conv
 from refengine.memory.recurrent_state import EMPTY, RecurrentShape, RecurrentState
 
 SEQUENCES, GARBAGE = 3, 0x3E
@@ -35,8 +35,12 @@ CONV, RULE = short_conv(TAPS), gated_delta(SIZE)
 MicroBatch = dict[int, list[int]]
 
 
-def grids(n_segments: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return (-(-CHANNELS // 32), n_segments), (SIZE // columns_per_block(SIZE), HEADS, n_segments)
+def grids(n_segments: int, n_rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return (-(-CHANNELS // 32), n_segments, -(-n_rows // ROWS)), (
+        SIZE // columns_per_block(SIZE),
+        HEADS,
+        n_segments,
+    )
 
 
 @functools.cache
@@ -45,7 +49,7 @@ def recomputed(tokens: tuple[int, ...]) -> tuple[Array, Array, Array]:
     ids, segments = list(tokens), np.array([[0, len(tokens), 0, EMPTY, 0]], np.int32)
     qkv, y = poisoned((len(ids), CHANNELS)), poisoned((len(ids), HEADS * SIZE))
     history, states = poisoned((1, 1, TAPS - 1, CHANNELS)), poisoned((1, 1, HEADS, SIZE * SIZE))
-    conv_grid, rule_grid = grids(1)
+    conv_grid, rule_grid = grids(1, len(ids))
     run(CONV, conv_grid, X[ids], WEIGHT, segments, history, qkv)
     run(RULE, rule_grid, qkv, GATES[ids], segments, states, y, EPS)
     return y, history[0, 0], states[0, 0]
@@ -91,7 +95,7 @@ class Layer:
             "qkv": poisoned((len(ids), CHANNELS)), "y": poisoned((len(ids), HEADS * SIZE)),
         }  # fmt: skip
         views = {name: bench.put(arena, array, name) for name, array in put.items()}
-        conv_grid, rule_grid = grids(len(segments))
+        conv_grid, rule_grid = grids(len(segments), len(ids))
         conv = {name: views[name] for name in ("x", "weight", "segments")}
         bench.stream.launch(CONV, conv_grid, {**conv, "history": self.history, "y": views["qkv"]})
         rule = {name: views[name] for name in ("qkv", "gates", "segments", "y")}
