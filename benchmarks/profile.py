@@ -1,6 +1,6 @@
 """Where the time of one decoded token goes: each kernel of the graph, replayed by itself.
 
-usage: python benchmarks/profile.py -m MODEL [--device NAME] [--rows N] [--position N]
+usage: python benchmarks/profile.py -m MODEL [--device NAME] [--rows N] [--position N] [--late]
 
 A kernel is captured ``REPEATS`` times in a row into one graph, so its time has no launch from Python in it; consecutive
 runs read the same weights, which a cache may keep. The last lines are a replay of the whole graph, and a decode.
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import refengine
+from instrumentation.devices import cuda_stream
 from refengine.batch import Batch
 from refengine.graph import BatchShape
 from refengine.models import resolve_model
@@ -67,7 +68,12 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rows", type=int, default=1, help="tokens of the batch")
     parser.add_argument("--position", type=int, default=64, help="tokens before it")
+    parser.add_argument(
+        "--late", action="store_true", help="no kernel of a graph starts before its predecessor ends"
+    )
     given = parser.parse_args()
+    if given.late:
+        cuda_stream.MOST_BLOCKS = 0
     rng = np.random.default_rng(0)
     with (
         refengine.load(resolve_model(given.model), device=given.device, n_ctx=2048) as engine,
