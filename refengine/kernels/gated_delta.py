@@ -71,6 +71,7 @@ def gated_delta(state_size: int, warps: int = 1) -> Kernel:  # noqa: C901, PLR09
     n_threads = 32 * warps
     n_parts = -(-state_size // n_threads) if wide else 1
     n_staged = 2 * state_size if wide else 1
+    n_held = n_mine if wide else 1
 
     @device_function
     def unit_scale(rows: f32_1d, start: i32, qkv: f32_2d, t: i32, first: i32, eps: f32) -> Any:
@@ -112,6 +113,8 @@ def gated_delta(state_size: int, warps: int = 1) -> Kernel:  # noqa: C901, PLR09
         v0 = (2 * n_key_head + head) * state_size
         m = cuda.local.array(n_mine, float32)
         sums = cuda.local.array(n_own, float32)
+        # A wide block's keys of this row: between its barriers they would be fetched twice.
+        keys = cuda.local.array(n_held, float32)
         ahead_k = cuda.local.array(n_parts, float32)
         ahead_q = cuda.local.array(n_parts, float32)
         # Of a wide block: this row's and the next one's.
@@ -157,6 +160,8 @@ def gated_delta(state_size: int, warps: int = 1) -> Kernel:  # noqa: C901, PLR09
             for d in range(n_depth):
                 for j in range(n_own):
                     k = element(key_rows, now, qkv, row, k0, 4 * d + first_key + j)
+                    if wide > 0:
+                        keys[d] = k
                     sums[j] = cuda.fma(m[d * n_own + j], k, sums[j])
             for j in range(n_own):
                 known_parts[first_key + j, lane] = sums[j]
@@ -176,7 +181,7 @@ def gated_delta(state_size: int, warps: int = 1) -> Kernel:  # noqa: C901, PLR09
                 sums[j] = float32(0.0)
             for d in range(n_depth):
                 for j in range(n_own):
-                    k = element(key_rows, now, qkv, row, k0, 4 * d + first_key + j)
+                    k = keys[d] if wide > 0 else element(key_rows, now, qkv, row, k0, 4 * d + first_key + j)
                     q = element(query_rows, now, qkv, row, q0, 4 * d + first_key + j)
                     new = cuda.fma(gain, k, decay * m[d * n_own + j])
                     m[d * n_own + j] = new

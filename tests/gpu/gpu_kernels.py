@@ -60,7 +60,7 @@ def kernels(report: Report) -> None:
     if held is None:
         compile_all(bench.device.context.compute_capability)
     equal = total = 0
-    for case in cases():
+    for number, case in enumerate(cases()):
         name = case.kernel.name
         with report.part(name):
             started = time.perf_counter()
@@ -69,7 +69,9 @@ def kernels(report: Report) -> None:
             first, second = (bench.run(case.kernel, case.grid, **case.arguments) for _ in range(2))
             worst = max(distance(first[output], wanted) for output, wanted in case.expected.items())
             again = all(first[o].tobytes() == second[o].tobytes() for o in first)
-            host = run_host(case) if held is None else {o: held[f"{name} {o}"] for o in case.expected}
+            host = (
+                run_host(case) if held is None else {o: held[f"{number} {name} {o}"] for o in case.expected}
+            )
             same = all(first[o].tobytes() == host[o].tobytes() for o in host)
             us = microseconds(bench, case)
             ok = worst <= LIMIT and again

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from engines import DATA, PAIRS, nmse, same_bits
+from engines import DATA, PAIRS, fill_all, nmse, same_bits
 from gpu_prepared import answers
 
 import refengine
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 #: as the recorded logits have it
 OPTIONS: dict[str, Any] = {"cache_type_k": "f32", "cache_type_v": "f32", "n_ctx": 128}
-#: those whose host results ``prepare.py`` makes: one of each architecture, and quantised ones
-PREPARED_MODELS = ("llama", "qwen35", "qwen35moe", "qwen3", "qwen35-Q4_K_M", "llama-Q4_1")
 DRAFTS = {"spec_type": "draft-mtp", "draft_n_max": 3}
 MODELS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in PAIRS),
@@ -31,11 +29,18 @@ def load(name: str, device: str, **options: Any) -> refengine.Engine:
     return refengine.load(DATA / f"{name}.gguf", device=device, **(OPTIONS | options))
 
 
-def results(name: str, device: str, **options: Any) -> tuple[Any, Any, float, bool, list[int]]:
-    """Prompt logits, the generation, tokens a second once all is warm, whether all was clean, tokens by its choice."""
+def results(
+    name: str, device: str, *, fill: int | None = None, **options: Any
+) -> tuple[Any, Any, float, bool, list[int]]:
+    """Prompt logits, the generation, tokens a second once all is warm, whether all was clean, tokens by its choice.
+
+    ``fill``: what every byte of caches and states holds at first.
+    """
     with np.load(DATA / f"{name}.npz") as recorded:
         tokens = recorded["tokens"].tolist()
     with load(name, device, **options) as engine:
+        if fill is not None:
+            fill_all(engine, fill)
         logits = engine.logits(tokens)
         made = engine.generate(tokens, n_predict=32, temperature=0, return_logits=True)
         engine.drop_prefixes()
@@ -47,64 +52,51 @@ def results(name: str, device: str, **options: Any) -> tuple[Any, Any, float, bo
     return logits, made, rate, clean, again.tokens
 
 
+def label_of(name: str, options: dict[str, Any]) -> str:
+    """A model's name in tables."""
+    return f"{name}{'+drafts' if options else ''}"
+
+
+def host_results(name: str, options: dict[str, Any]) -> tuple[Any, Any, list[int]]:
+    """Prompt logits, the generation's logits, tokens by its choice, as the host has them: prepared, or computed now."""
+    label, held = label_of(name, options), answers("models")
+    if held is not None and f"{label} logits" in held:
+        return held[f"{label} logits"], held[f"{label} made"], held[f"{label} chosen"].tolist()
+    logits, made, _, _, chosen = results(name, "host", **options)
+    return logits, made.logits, chosen
+
+
 def models(report: Report) -> None:
-    """One row a model. The columns are checks: y everywhere but for the last two, which are t/s of 62 tokens."""
+    """One row a model. The columns are checks, y everywhere, but for the first and the last three."""
     print(
-        "| model | NMSE | greedy | host bits | twice | no graphs | guard | clean | load s | t/s | guard t/s |"
+        "| model | NMSE | greedy | host bits | twice | no graphs | 0x3e | guard | audit | clean | load s | t/s "
+        "| guard t/s |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     for name, options in MODELS:
-        label = f"{name}{'+drafts' if options else ''}"
+        label = label_of(name, options)
         with report.part(label), np.load(DATA / f"{name}.npz") as recorded:
             wanted, greedy = recorded["logits"], recorded["greedy"].tolist()
             started = time.perf_counter()
             logits, made, rate, clean, chosen = results(name, "cuda", **options)
             seconds = time.perf_counter() - started
             error = nmse(logits, wanted)
-            host = results(name, "host", **options)
             twice = results(name, "cuda", **options)
             plain = results(name, "cuda", cuda_graphs=False, **options)
-            guard = results(name, "cuda", check="guard", **options)
-
-            def same(other: Any, logits: Any = logits, made: Any = made, chosen: Any = chosen) -> bool:
-                bits = same_bits(other[0], logits) and same_bits(other[1].logits, made.logits)
-                return bits and other[4] == chosen
-
-            holds = [
-                made.tokens == greedy, same(host), same(twice), same(plain), same(guard), clean and guard[3],
-            ]  # fmt: skip
+            filled = results(name, "cuda", fill=0x3E, **options)
+            guard, audit = (results(name, "cuda", check=level, **options) for level in ("guard", "audit"))
+            others = [
+                host_results(name, options),
+                *((each[0], each[1].logits, each[4]) for each in (twice, plain, filled, guard, audit)),
+            ]
+            same = [
+                same_bits(each[0], logits) and same_bits(each[1], made.logits) and each[2] == chosen
+                for each in others
+            ]
+            holds = [made.tokens == greedy, *same, clean and guard[3] and audit[3]]
             report.count(label, error < 1e-10 and all(holds))
             shown = "|".join("y" if each else "NO" for each in holds)
             print(f"|{label}|{error:.1e}|{shown}|{seconds:.1f}|{rate:.0f}|{guard[2]:.0f}|", flush=True)
-
-
-def prepared(report: Report) -> None:
-    """Some models against results that ``prepare.py`` made of the host: off, and guard."""
-    held = answers("models")
-    if held is None:
-        report.missed(
-            "prepared", "PREPARED names no folder with models.npz; make one with tests/gpu/prepare.py"
-        )
-        return
-    print("| model | NMSE | greedy | host bits | choice | guard | clean | s |")
-    print("|---|---|---|---|---|---|---|---|")
-    for name in PREPARED_MODELS:
-        with report.part(name), np.load(DATA / f"{name}.npz") as recorded:
-            started = time.perf_counter()
-            wanted, greedy = recorded["logits"], recorded["greedy"].tolist()
-            logits, made, _, clean, chosen = results(name, "cuda")
-            guard = results(name, "cuda", check="guard")
-            error = nmse(logits, wanted)
-            holds = [
-                made.tokens == greedy,
-                same_bits(logits, held[f"{name} logits"]) and same_bits(made.logits, held[f"{name} made"]),
-                chosen == held[f"{name} chosen"].tolist() == guard[4],
-                same_bits(guard[0], logits) and same_bits(guard[1].logits, made.logits),
-                clean and guard[3],
-            ]
-            report.count(f"prepared {name}", error < 1e-10 and all(holds))
-            shown = "|".join("y" if each else "NO" for each in holds)
-            print(f"|{name}|{error:.1e}|{shown}|{time.perf_counter() - started:.1f}|", flush=True)
 
 
 def memory(report: Report) -> None:

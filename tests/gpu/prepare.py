@@ -76,9 +76,9 @@ def launched(model: Path, batches: list[tuple[int, int, Any, int]], **options: A
 
 
 def prepare_models(place: Path) -> None:
-    """The small models, without drafts."""
+    """The small models; images of those without drafts, which launch little else."""
     arrays = {}
-    for name in gpu_models.PREPARED_MODELS:
+    for name, options in gpu_models.MODELS:
         with np.load(DATA / f"{name}.npz") as recorded:
             n = len(recorded["tokens"])
         one = [
@@ -87,20 +87,26 @@ def prepare_models(place: Path) -> None:
             *((n + i, 1, "last", k) for i, k in enumerate((0, 1, 16))),
         ]
         more = [(0, n, "last", 1), (0, n, "last", 16)]
-        for kernel in launched(DATA / f"{name}.gguf", one + more, **gpu_models.OPTIONS):
-            write_image(place, kernel)
-        logits, made, _, _, chosen = gpu_models.results(name, "host")
-        arrays |= {f"{name} logits": logits, f"{name} made": made.logits, f"{name} chosen": np.array(chosen)}
-        print(name, flush=True)
+        if not options:
+            for kernel in launched(DATA / f"{name}.gguf", one + more, **gpu_models.OPTIONS):
+                write_image(place, kernel)
+        label = gpu_models.label_of(name, options)
+        logits, made, _, _, chosen = gpu_models.results(name, "host", **options)
+        arrays |= {
+            f"{label} logits": logits,
+            f"{label} made": made.logits,
+            f"{label} chosen": np.array(chosen),
+        }
+        print(label, flush=True)
     np.savez_compressed(place / "models.npz", **arrays)
 
 
 def prepare_kernels(place: Path) -> None:
     """The host's outputs of every case."""
     arrays = {}
-    for case in cases():
+    for number, case in enumerate(cases()):
         for output, array in gpu_kernels.run_host(case).items():
-            arrays[f"{case.kernel.name} {output}"] = array
+            arrays[f"{number} {case.kernel.name} {output}"] = array
     np.savez_compressed(place / "kernels.npz", **arrays)
 
 

@@ -41,7 +41,6 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
     "cli": gpu_checks.cli,
     "models": gpu_models.models,
     "memory": gpu_models.memory,
-    "prepared": gpu_models.prepared,
     "kernels": gpu_kernels.kernels,
 }
 
@@ -76,8 +75,7 @@ def main(names: list[str]) -> int:
     gpu_prepared.use()
     report = Report()
     for name, section in SECTIONS.items():
-        # What was prepared stands for whole models where there is little time; it is asked for by name.
-        if (name == "prepared" or names) and name not in names:
+        if names and name not in names:
             continue
         started = time.perf_counter()
         print(f"\n== {name}", flush=True)

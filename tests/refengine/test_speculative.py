@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from engines import DATA, Array, nmse, same_bits
+from engines import DATA, Array, fill_all, nmse, same_bits
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from qwen35_f64 import Qwen35
@@ -16,7 +16,7 @@ from slots import ChosenFaults, Watch, Wish, alone, check_all, expect, loaded
 import refengine
 from refengine.batch import Batch
 from refengine.config import ModelConfig
-from refengine.context import Context, DecodeStatus
+from refengine.context import DecodeStatus
 from refengine.errors import ContextSizeError, RequestError, UnsupportedModelError
 from refengine.gguf_file import GGUFFile
 from refengine.options import EngineOptions
@@ -460,18 +460,6 @@ def test_a_guess_is_the_likeliest_token_of_lowest_id():
 def test_settings_of_drafts_have_limits(wrong: dict):
     with pytest.raises(AssertionError):
         DraftSettings(**wrong)
-
-
-def fill_all(engine: refengine.Engine, value: int) -> None:
-    """Caches, states, hidden and chain rows of both contexts, through the streams that own them."""
-    contexts: list[Context] = [engine.context, *([engine.draft] if engine.draft is not None else [])]
-    for context in contexts:
-        views = [view for layer in context.cache.layers for view in layer] + list(context.kept.values())
-        if context.states is not None:
-            views += [view for layer in context.states.layers.values() for view in layer]
-        for view in views:
-            context.stream.fill(view, value)
-        context.stream.synchronize()
 
 
 @pytest.mark.parametrize("fill", [0x3E, 0xFF])

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import cuda, float32
 
+import refengine
 from instrumentation.allocator import Allocator, BufferRequest
 from instrumentation.devices.host import HostDevice, HostStream
 from instrumentation.findings import FindingLog
@@ -204,3 +205,16 @@ def scale_by(x: f32_1d, y: f32_1d, factor: f32, offset: i32) -> None:
     i = cuda.blockIdx.x * 32 + cuda.threadIdx.x
     if i < y.shape[0]:
         y[i] = x[i] * factor + float32(offset)
+
+
+def fill_all(engine: refengine.Engine, value: int) -> None:
+    """Caches, states, hidden and chain rows of both contexts, through the streams that own them."""
+    for context in (engine.context, engine.draft):
+        if context is None:
+            continue
+        views = [view for layer in context.cache.layers for view in layer] + list(context.kept.values())
+        if context.states is not None:
+            views += [view for layer in context.states.layers.values() for view in layer]
+        for view in views:
+            context.stream.fill(view, value)
+        context.stream.synchronize()
