@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from cli.settings_file import say_source, use_environment, use_file
 from instrumentation.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -72,6 +74,14 @@ def _common() -> list[click.Option]:
             metavar="FORMAT",
             help="Log as console, json or auto (default).",
         ),
+        click.Option(
+            ["--config"],
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            is_eager=True,
+            expose_value=False,
+            callback=use_file,
+            hidden=True,  # the group's help tells of it
+        ),
     ]
 
 
@@ -83,7 +93,16 @@ class EngineCommand(click.Command):
 
     def __init__(self, *args: Any, refused: Sequence[Refused] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.params += [*_common(), *(RefusedFlag(each) for each in refused)]
+        self.params += _common()
+        self.params += [RefusedFlag(each) for each in refused]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse; a wrong value that comes from elsewhere than the command line says where from."""
+        use_environment(ctx)
+        try:
+            return super().parse_args(ctx, args)
+        except click.BadParameter as error:
+            raise say_source(error, ctx) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         """Configure logging, then run."""
