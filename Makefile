@@ -8,7 +8,7 @@ PROMPT ?= What is gravity?
 # Processes that share the tests out; 0: none, all in this one. A machine of many cores would run out of memory first.
 WORKERS ?= auto
 
-.PHONY: run test lint types check benchmark clean
+.PHONY: run test lint types package check benchmark clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -30,7 +30,16 @@ lint: $(VENV)/.ready
 types: $(VENV)/.ready
 	$(PY) -m mypy
 
-check: lint types test
+# What people install: both archives are made, looked at, and the wheel runs where nothing else of this tree is.
+package: $(VENV)/.ready
+	rm -rf build dist
+	$(PY) -m build --quiet
+	$(PY) -m twine check --strict dist/*
+	$(PYTHON) -m venv --clear build/venv
+	build/venv/bin/python -m pip install --quiet dist/*.whl
+	cd build && venv/bin/refengine --version && venv/bin/python -m refengine explain MEM002 > explained.txt
+
+check: lint types package test
 
 benchmark: $(VENV)/.ready
 	$(PY) benchmarks/generate.py
