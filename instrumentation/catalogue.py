@@ -27,7 +27,6 @@ NOT_REPORTED = frozenset(
     {
         "RES003",
         "LIB001", "LIB002",
-        "RAC001", "SYN001",
         "NUM001",
     }
 )  # fmt: skip

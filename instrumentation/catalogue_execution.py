@@ -111,22 +111,19 @@ EXECUTION = (
         "two threads of a block race",
         Level.TRAP,
         """Two threads of one block access the same element between two barriers, and one of them
-        writes.""",
-        """`cuda.syncthreads()` between the write and the read.""",
+        writes; or two blocks of one launch do, which nothing orders. Atomics do not race with each other.""",
+        """`cuda.syncthreads()` between the two accesses; for threads of one warp `cuda.syncwarp()` is enough. Between
+        blocks only atomics, or another launch.""",
     ),
     Entry(
         "SYN001",
         "barrier reached by part of a block",
         Level.TRAP,
-        """Some threads of a block wait at a barrier that the others never reach.""",
+        """Some threads of a block wait at a barrier or shuffle that the others never reach, or that others
+        reach more often: a value that the source promises to be the same in all threads is not. Where the source does
+        not promise it, the kernel is refused when it is decorated, and the error's `finding` is this one.""",
         """Move the barrier out of the branch, or branch on something that is the same for the whole
         block.""",
-        sketch="""
-        @kernel
-        def partial(x):
-            if cuda.threadIdx.x < 16:
-                cuda.syncthreads()
-        """,
     ),
     Entry(
         "NUM001",

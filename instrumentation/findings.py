@@ -180,6 +180,8 @@ class Finding:
         """What findings of one cause have in common."""
         buffer = (self.buffer.owner, self.buffer.name) if self.buffer else None
         stack = self.access or self.allocation
+        # Of two accesses in a kernel both say what races; of two calls the later one alone.
+        stack += self.previous if self.source is not None else ()
         return (self.code, self.kind, buffer, self.actor, self.kernel, self.argument, self.source, stack)
 
 

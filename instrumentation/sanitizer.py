@@ -16,6 +16,7 @@ from instrumentation.devices import open_device
 from instrumentation.errors import BadInputError
 from instrumentation.findings import Finding, FindingLog, RefusedError
 from instrumentation.kernel import Kernel, kernel
+from instrumentation.kernel.divergence import DivergenceError
 from instrumentation.kernel.parse import number_type
 from instrumentation.levels import Level
 from instrumentation.ownership import Owner
@@ -203,8 +204,17 @@ class Sanitizer:
     def launch(
         self, kernel: Kernel | UntypedKernel, grid: Grid, stream: Stream, /, **arguments: Argument
     ) -> bool:
-        """Queue a kernel over ``grid`` blocks; arguments by parameter, arrays as views. False: it was refused."""
-        typed = kernel.typed(arguments) if isinstance(kernel, UntypedKernel) else kernel
+        """Queue a kernel over ``grid`` blocks; arguments by parameter, arrays as views. False: it was refused.
+
+        A kernel that part of a block would wait in for the rest is refused as SYN001, with a ``DivergenceError``.
+        """
+        try:
+            typed = kernel.typed(arguments) if isinstance(kernel, UntypedKernel) else kernel
+        except DivergenceError as error:
+            self.log.append(error.finding)
+            if not self.keep_going:
+                raise
+            return False
         return self._admitted(lambda: stream.launch(typed, grid, arguments))
 
     def copy_in(self, target: View, source: npt.NDArray[Any], stream: Stream) -> bool:

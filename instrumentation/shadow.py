@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from instrumentation.ranges import Ranges
 from instrumentation.kernel.checked_runtime import FREED, NEVER, WRITTEN
 
 if TYPE_CHECKING:
@@ -22,18 +23,22 @@ __all__ = ["FREED", "NEVER", "WRITTEN", "Shadow", "shadow_of"]
 class Shadow:
     """The states of an arena's bytes, at ``delta`` bytes from them."""
 
-    __slots__ = ("_memory", "buffer", "delta")
+    __slots__ = ("_memory", "buffer", "delta", "written")
 
     def __init__(self, arena: Arena, buffer: Buffer) -> None:
         assert buffer.nbytes == arena.nbytes, (buffer.nbytes, arena.nbytes)
         self.buffer = buffer
         self.delta = buffer.address - arena.address
         self._memory = arena.heap.memory
+        #: bytes that are known to be written when what is queued from now on runs: nobody need look them up
+        self.written = Ranges()
         self.mark(arena.address, arena.nbytes, NEVER)
 
     def mark(self, address: int, nbytes: int, state: int) -> None:
         """Say of ``nbytes`` bytes from ``address`` on that they are in one state."""
         if nbytes:
+            if state != WRITTEN:
+                self.written.remove(address, address + nbytes)
             self._memory.fill_bytes(address + self.delta, nbytes, state)
 
     def release_locked(self, stack: Stack) -> None:

@@ -8,6 +8,7 @@ from instrumentation.devices.cuda_context import open_context
 from instrumentation.devices.cuda_driver import open_driver
 from instrumentation.devices.cuda_memory import CudaMemory
 from instrumentation.devices.cuda_stream import CudaEvent, CudaGraph, CudaStream
+from instrumentation.devices.cuda_trap import CudaTraps
 from instrumentation.devices.watched import WatchedDevice
 from instrumentation.faults import pass_site
 from instrumentation.kernel.cuda_image import compile_image
@@ -36,6 +37,7 @@ class CudaDevice(CudaMemory, WatchedDevice):
     behind_bus = True
     stages_copies = True
     own_memory = True
+    traps = True
 
     def __init__(
         self, ordinal: int = 0, *, driver: Driver | None = None, compile_kernel: Compile = compile_image
@@ -45,6 +47,8 @@ class CudaDevice(CudaMemory, WatchedDevice):
         WatchedDevice.__init__(self)
         #: streams that live, in the order in which they were made
         self.streams: dict[CudaStream, None] = {}
+        #: reports of checked launches
+        self.reports = CudaTraps(self)
 
     def create_stream(self, *, owner: Owner, name: str) -> CudaStream:
         """A new queue."""

@@ -7,7 +7,8 @@ retained until the process ends, as it does with them.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections import deque
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 from numba.core import types as nb
@@ -26,7 +27,15 @@ if TYPE_CHECKING:
     from instrumentation.devices.cuda_driver import Driver
     from instrumentation.kernel import Kernel
 
-    Compile: TypeAlias = Callable[[Kernel, tuple[int, int]], CudaImage]
+
+class Compile(Protocol):
+    """Makes the image of a kernel, or of its checked form."""
+
+    def __call__(
+        self, kernel: Kernel, compute_capability: tuple[int, int], *, checked: bool = False
+    ) -> CudaImage:
+        """As ``compile_image``."""
+
 
 _lock = threading.RLock()
 #: who holds what belongs to the whole process
@@ -77,9 +86,11 @@ class CudaContext:
         #: what was launched last on any stream, in words when an error needs them
         self.last_launch: Any = None
         self._compile = compile_kernel
-        self._functions: dict[Kernel, Any] = {}
+        self._functions: dict[tuple[Kernel, bool], Any] = {}
         self._thread = threading.local()
         self._scratch: Scratch | None = None
+        #: room for reports of checked launches: see ``cuda_trap``
+        self.reports: deque[Any] = deque()
         #: what this process took from the GPU, whichever device object did
         self.account = Account()
         self._modules = self.account.hold(PROCESS, "loaded kernels", measured=True)
@@ -119,19 +130,20 @@ class CudaContext:
             f"{self.name}: {error}, called for {who}; {last}. The device is lost to this process: start it again"
         )
 
-    def function(self, kernel: Kernel) -> Any:
+    def function(self, kernel: Kernel, *, checked: bool = False) -> Any:
         """The loaded function of a kernel; compiled and loaded on first use. Call it outside captures."""
-        found = self._functions.get(kernel)
+        key = kernel, checked
+        found = self._functions.get(key)
         if found is None:
             with _lock:
-                found = self._functions.get(kernel)
+                found = self._functions.get(key)
                 if found is None:
-                    found = self._functions[kernel] = self._load(kernel)
+                    found = self._functions[key] = self._load(kernel, checked=checked)
         return found
 
-    def _load(self, kernel: Kernel) -> Any:
-        image = self._compile(kernel, self.compute_capability)
-        wanted = parameter_sizes(kernel)
+    def _load(self, kernel: Kernel, *, checked: bool) -> Any:
+        image = self._compile(kernel, self.compute_capability, checked=checked)
+        wanted = parameter_sizes(kernel, checked=checked)
         if image.parameters != wanted:
             raise DeviceError(
                 f"{kernel.name}: its compiled form takes parameters of {image.parameters} bytes, and arguments are "
@@ -156,14 +168,17 @@ class CudaContext:
             return self._scratch
 
 
-def parameter_sizes(kernel: Kernel) -> tuple[int, ...]:
+def parameter_sizes(kernel: Kernel, *, checked: bool = False) -> tuple[int, ...]:
     """Bytes of each parameter of a kernel as Numba's CUDA target passes them; see ``cuda_launch``."""
     sizes: list[int] = []
     for kind in kernel.signature.values():
         if isinstance(kind, nb.Array):
-            sizes += [8] * (5 + 2 * kind.ndim)
+            sizes += [8] * (1 + kind.ndim if checked else 5 + 2 * kind.ndim)
         else:
             sizes.append(dtype_of(kind).itemsize)
+    if checked:
+        arrays = sum(isinstance(kind, nb.Array) for kind in kernel.signature.values())
+        sizes += [8] * (1 + arrays)
     return tuple(sizes)
 
 

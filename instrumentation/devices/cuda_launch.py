@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from instrumentation.devices.cuda_driver import Driver
+    from instrumentation.devices.cuda_trap import CudaTrap
     from instrumentation.devices.launch import Launch
 
 
@@ -64,6 +65,17 @@ def pack(signature: dict[str, Any], values: Iterable[View | DeviceArray | float]
     return Parameters(slots)
 
 
+def pack_checked(launch: Launch, slots: list[int]) -> Parameters:
+    """Parameters of a kernel's checked form: see ``checked_signature``."""
+    given: list[int] = []
+    for kind, value in zip(launch.kernel.signature.values(), launch.arguments.values(), strict=True):
+        if isinstance(value, View):
+            given += [value.address, *value.shape]
+        else:
+            given.append(number_bits(kind, value))
+    return Parameters([*given, *slots])
+
+
 def array_slots(value: View | DeviceArray) -> list[int]:
     """The eight-byte parameters of a C-contiguous array."""
     shape, itemsize = value.shape, value.itemsize
@@ -87,17 +99,27 @@ def region_rows(regions: Sequence[tuple[int, int, int]]) -> tuple[DeviceArray, n
 class PreparedLaunch:
     """A checked launch with its parameters and loaded function: queued as often as wanted, at the cost of one call."""
 
-    __slots__ = ("block", "function", "grid", "launch", "parameters")
+    __slots__ = ("block", "function", "grid", "launch", "parameters", "trap")
 
-    def __init__(self, launch: Launch, function: Any) -> None:
+    def __init__(self, launch: Launch, function: Any, trap: CudaTrap | None = None) -> None:
         self.launch = launch
         self.function = function
         self.grid = launch.grid
         self.block = block_of(launch.kernel.block)
-        self.parameters = pack(launch.kernel.signature, launch.arguments.values())
+        #: report and shadows, where the function is the kernel's checked form
+        self.trap = trap
+        if trap is None:
+            self.parameters = pack(launch.kernel.signature, launch.arguments.values())
+        else:
+            self.parameters = pack_checked(launch, trap.slots)
 
     def queue(self, driver: Driver, stream: Any, *, early: bool = False) -> None:
         """Queue it on a driver's stream; ``early``: as ``Driver.launch`` has it."""
+        if self.trap is not None:
+            # Since it was prepared, memory may have been written, or freed.
+            slots = self.trap.slots
+            for i, slot in enumerate(slots, -len(slots)):
+                self.parameters[i] = slot
         driver.launch(self.function, self.grid, self.block, stream, self.parameters.address, early=early)
 
     def __str__(self) -> str:

@@ -108,6 +108,16 @@ class CudaMemory:
                 parts.append(ctypes.string_at(self._scratch.host, count))
         return b"".join(parts)
 
+    def write_bytes(self, address: int, data: bytes) -> None:
+        """Put ``data`` at an address."""
+        scratch = self._scratch
+        with scratch.lock, self._memory_calls:
+            for start in range(0, len(data), scratch.NBYTES):
+                part = data[start : start + scratch.NBYTES]
+                ctypes.memmove(scratch.host, part, len(part))
+                self.context.driver.copy_in(address + start, scratch.host, len(part), scratch.stream)
+                self.context.driver.synchronize_stream(scratch.stream)
+
     def first_mismatch(self, address: int, nbytes: int, value: int) -> int:
         """Offset of the first byte that is not ``value``; -1 when all are."""
         if not nbytes or self.context.lost is not None:

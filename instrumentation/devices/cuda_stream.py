@@ -15,11 +15,12 @@ from instrumentation.devices.cuda_checks import CanaryChecks, RegionTable, writt
 from instrumentation.devices.cuda_driver import DriverCallError
 from instrumentation.devices.cuda_launch import PreparedLaunch
 from instrumentation.devices.cuda_staging import Staging
+from instrumentation.devices.cuda_trap import CudaTrap, mark_copied, mark_written
 from instrumentation.devices.launch import bind
 from instrumentation.kernel.cuda_entry import LEAST_CAPABILITY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from instrumentation.devices.cuda import CudaDevice
     from instrumentation.devices.cuda_driver import Driver
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 #: blocks of launches that overlap at their ends
 MOST_BLOCKS = 8192
+#: checked launches outside graphs whose reports wait to be looked at
+MOST_TRAPPED = 1024
 
 
 class CudaEvent(CheckedEvent):
@@ -74,6 +77,8 @@ class CudaGraph(CapturedGraph):
         super().__init__(stream.device, name, [prepared.launch for prepared in launches])
         self._calls = stream.device.context.calls(f"graph {name}")
         self.table: RegionTable | None = None
+        #: of its checked launches
+        self.traps = [prepared.trap for prepared in launches if prepared.trap is not None]
         self._table_address = 0
         #: where it was replayed last
         self.stream = stream
@@ -177,6 +182,8 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
         #: whether anything was queued since the last ``synchronize``
         self.pending = False
         self._checks: CanaryChecks | None = None
+        #: checked launches that were queued, each once, and whose reports nobody looked at since
+        self._trapped: dict[CudaTrap, None] = {}
         self._failure: Exception | None = None
         with device.context.calls(f"stream {name} of {owner}"):
             self.handle = self._driver.create_stream()
@@ -200,10 +207,14 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
             self._queue_launch(prepared)
 
     def _prepare(self, launch: Launch) -> PreparedLaunch:
-        return PreparedLaunch(launch, self.device.context.function(launch.kernel))
+        device = self.device
+        function = device.context.function(launch.kernel, checked=device.trap)
+        return PreparedLaunch(launch, function, device.reports.trap(launch) if device.trap else None)
 
     def _queue_launch(self, prepared: PreparedLaunch) -> None:
         device = self.device
+        if prepared.trap is not None:
+            self._expect_reports([prepared.trap])
         device.settle()
         with self._calls:
             self.pending = True
@@ -231,6 +242,7 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
         with self._calls:
             self.pending = True
             self.staging.copy_in(target.address, source.reshape(-1).view(np.uint8))
+            mark_written(self._driver, self.handle, target)
 
     def _queue_copy_out(self, target: npt.NDArray[Any], source: View) -> None:
         self.device.settle()
@@ -244,6 +256,7 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
             if target.nbytes:
                 self.pending = True
                 self._driver.copy(target.address, source.address, target.nbytes, self.handle)
+                mark_copied(self._driver, self.handle, target, source)
 
     def _queue_fill(self, target: View, value: int) -> None:
         self.device.settle()
@@ -251,6 +264,7 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
             if target.nbytes:
                 self.pending = True
                 self._driver.fill(target.address, value, target.nbytes, self.handle)
+                mark_written(self._driver, self.handle, target)
 
     # --- events
 
@@ -274,6 +288,7 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
 
     def _queue_replay(self, graph: CudaGraph) -> None:
         device = self.device
+        self._expect_reports(graph.traps)
         device.settle()
         with self._calls:
             self.pending = True
@@ -309,6 +324,16 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
         if self._checks is not None:
             failure = self._checks.collect()
             self._failure = self._failure or failure
+        if self._trapped:
+            trapped, self._trapped = self._trapped, {}
+            failure = self.device.reports.collect(trapped, self.name, self.owner)
+            self._failure = self._failure or failure
+
+    def _expect_reports(self, traps: Sequence[CudaTrap]) -> None:
+        """Look at the reports of launches that are about to be queued when they ran; not at too many at once."""
+        if len(self._trapped) >= MOST_TRAPPED:
+            self.drain()
+        self._trapped.update(dict.fromkeys(traps))
 
     def mark_pending(self) -> None:
         """Something was queued behind this stream's back."""
@@ -318,6 +343,7 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
         """Forget what is queued: the device is lost, and with it what the work should have done."""
         self.pending = False
         self.staging.drop()
+        self._trapped.clear()
         self._host_waited()
         if self._checks is not None:
             self._checks.drop()

@@ -13,11 +13,11 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
 from instrumentation.kernel.host_runtime import call_blocks
+from instrumentation.kernel.native import add_word, load_word, store_word, swap_word
 
 #: columns of a launch record: entry address, argument block address, number of blocks, first and last canary range,
 #: whether followers help
@@ -79,44 +79,6 @@ def _followers(count: int) -> _Followers:
         return _pools[count]
 
 
-def _ordered(operation: str) -> Any:
-    """Sequentially consistent access to one element of an int64 array, by address and index."""
-
-    @intrinsic
-    def access(_typing: Any, _address: Any, _index: Any, _value: Any) -> Any:
-        signature = types.int64(types.int64, types.int64, types.int64)
-
-        def generate(_context: Any, builder: Any, _sig: Any, values: Any) -> Any:
-            word = ir.IntType(64)
-            place = builder.gep(builder.inttoptr(values[0], word.as_pointer()), [values[1]])
-            if operation == "load":
-                return builder.load_atomic(place, "seq_cst", 8)
-            if operation == "store":
-                builder.store_atomic(values[2], place, "seq_cst", 8)
-                return values[2]
-            return builder.atomic_rmw("add", place, values[2], "seq_cst")
-
-        return signature, generate
-
-    return access
-
-
-_load, _store, _add = _ordered("load"), _ordered("store"), _ordered("add")
-
-
-@intrinsic
-def _swap(_typing: Any, _address: Any, _index: Any, _expected: Any, _value: Any) -> Any:
-    """Replace an element that holds ``expected``; returns what it held."""
-    signature = types.int64(types.int64, types.int64, types.int64, types.int64)
-
-    def generate(_context: Any, builder: Any, _sig: Any, values: Any) -> Any:
-        word = ir.IntType(64)
-        place = builder.gep(builder.inttoptr(values[0], word.as_pointer()), [values[1]])
-        return builder.extract_value(builder.cmpxchg(place, values[2], values[3], "seq_cst", "seq_cst"), 0)
-
-    return signature, generate
-
-
 @njit(nogil=True, cache=True, error_model="numpy")
 def _lead(records: Any, begin: int, end: int, ranges: Any, state: Any, counters: Any, threads: int) -> int:
     word, count = state.ctypes.data, counters.ctypes.data
@@ -125,15 +87,15 @@ def _lead(records: Any, begin: int, end: int, ranges: Any, state: Any, counters:
         if records[i, 5] == 0 or blocks < 2:
             call_blocks(records[i, 0], records[i, 1], 0, blocks)
         else:
-            _store(word, 0, i + 1)
+            store_word(word, 0, i + 1)
             _take_blocks(records, i, count, threads)
-            while _load(count, 2 * i + 1, 0) < blocks:
+            while load_word(count, 2 * i + 1, 0) < blocks:
                 pass
         for r in range(records[i, 3], records[i, 4]):
             if not holds(ranges[r, 0], ranges[r, 1], ranges[r, 2]):
-                _store(word, 0, _OVER)
+                store_word(word, 0, _OVER)
                 return i
-    _store(word, 0, _OVER)
+    store_word(word, 0, _OVER)
     return end
 
 
@@ -142,7 +104,7 @@ def _follow(records: Any, state: Any, counters: Any, threads: int) -> None:
     word, count = state.ctypes.data, counters.ctypes.data
     seen = 0
     while True:
-        current = _load(word, 0, 0)
+        current = load_word(word, 0, 0)
         if current < 0:
             return
         if current != seen:
@@ -159,14 +121,14 @@ def _take_blocks(records: Any, i: int, count: int, threads: int) -> None:
     """
     blocks = records[i, 2]
     least = max(1, blocks // _LEAST)
-    first = _load(count, 2 * i, 0)
+    first = load_word(count, 2 * i, 0)
     while first < blocks:
         last = min(first + max((blocks - first) // threads, least), blocks)
-        seen = _swap(count, 2 * i, first, last)
+        seen = swap_word(count, 2 * i, first, last)
         if seen == first:
             call_blocks(records[i, 0], records[i, 1], first, last)
-            _add(count, 2 * i + 1, last - first)
-            seen = _load(count, 2 * i, 0)
+            add_word(count, 2 * i + 1, last - first)
+            seen = load_word(count, 2 * i, 0)
         first = seen
 
 

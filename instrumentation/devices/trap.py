@@ -9,8 +9,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from instrumentation.devices.promises import divergence
+from instrumentation.devices.races import Race, merged, position, race_of
 from instrumentation.findings import CallSite, Finding
-from instrumentation.kernel.checked_report import OUTSIDE, REPORT_WORDS, UNWRITTEN, Record, read_records
+from instrumentation.kernel.checked_races import tables
+from instrumentation.kernel.checked_report import (
+    DIVERGED,
+    OUTSIDE,
+    RACE,
+    REPORT_WORDS,
+    UNWRITTEN,
+    Record,
+    read_records,
+)
 from instrumentation.redzones import access_window
 from instrumentation.shadow import FREED
 
@@ -39,17 +50,21 @@ class Trap:
         #: see ``checked_report``
         self.report: Words = np.zeros(REPORT_WORDS, np.int64)
         self._views = tuple(launch.views.values())
+        #: where races are looked for
+        self._tables = tables()
         #: shadows that say of memory which is a view's no more that it was freed
         self._stale: dict[int, npt.NDArray[np.uint8]] = {}
 
     @property
     def slots(self) -> list[int]:
         """What a checked kernel's argument block ends with: the report's address, the distance of each shadow."""
-        return [self.report.ctypes.data, *(self._distance(i, view) for i, view in enumerate(self._views))]
+        distances = (self._distance(i, view) for i, view in enumerate(self._views))
+        return [self.report.ctypes.data, *distances, self._tables]
 
     def refresh(self, block: Words) -> None:
         """Before a run: memory may have been freed since the launch was queued."""
-        block[-len(self._views) - 1 :] = self.slots
+        slots = self.slots
+        block[-len(slots) :] = slots
 
     def _distance(self, number: int, view: View) -> int:
         if not view.nbytes:
@@ -88,11 +103,13 @@ def findings(words: Words, run: Run) -> Iterator[Finding]:
     """One finding for each record of a launch's report."""
     records, left = read_records(words)
     more = (f"{left} more at other places, for which the report has no room",) if left else ()
-    for record in records:
+    for record in merged(records):
         yield _finding(record, run, more)
 
 
 def _finding(record: Record, run: Run, notes: tuple[str, ...]) -> Finding:
+    if record.kind == DIVERGED:
+        return divergence(record, run, notes)
     launch, kind = run.launch, record.kind
     resolved = launch.kernel.access_table.resolve(record.site, record.chain)
     declared = launch.kernel.parsed.arrays.get(resolved.array or "")
@@ -102,15 +119,18 @@ def _finding(record: Record, run: Run, notes: tuple[str, ...]) -> Finding:
     rank = view.ndim if view is not None else max(axes, default=1)
     indices, extents = record.indices[:rank], record.extents[:rank]
     place = _Place(view, indices, run.allocator) if view is not None else None
+    race = race_of(record, launch)
+    called_at = run.called_at.stack
     return Finding(
         code=_code(kind, resolved),
-        kind=_kind(kind, resolved),
-        message=_message(kind, resolved, indices, extents, space),
+        kind=race.kind if race is not None else _kind(kind, resolved),
+        message=_message(kind, resolved, indices, extents, space, race),
         size=view.itemsize if view is not None else None,
         buffer=view.buffer.facts() if view is not None else None,
         offset=place.offset if place is not None else None,
         neighbour=place.neighbour if place is not None else None,
-        access=(*resolved.frames, *run.called_at.stack),
+        access=(*resolved.frames, *called_at),
+        previous=(*race.other.frames, *called_at) if race is not None else (),
         allocation=view.buffer.allocation if view is not None else (),
         free=view.buffer.free_stack if view is not None else (),
         window=place.window if place is not None else None,
@@ -119,9 +139,9 @@ def _finding(record: Record, run: Run, notes: tuple[str, ...]) -> Finding:
         source=resolved.frames[0],
         column=resolved.site.origin.column,
         argument=_shown(resolved.array or resolved.site.array),
-        block=_position(record.block, launch.grid),
-        thread=_position(record.thread, (*launch.kernel.block, 1, 1)[:3]),
-        notes=(_consequence(kind, resolved), *notes),
+        block=position(record.block, launch.grid),
+        thread=position(record.thread, launch.kernel.block),
+        notes=(*(race.notes if race is not None else (_consequence(kind, resolved),)), *notes),
         count=record.count,
         stream=run.stream,
         actor=run.owner.name,
@@ -132,7 +152,7 @@ def _finding(record: Record, run: Run, notes: tuple[str, ...]) -> Finding:
 def _code(kind: int, resolved: Resolved) -> str:
     if kind == OUTSIDE:
         return "MEM010" if resolved.site.how == "load" else "MEM011"
-    return "MEM012" if kind == UNWRITTEN else "MEM013"
+    return {UNWRITTEN: "MEM012", RACE: "RAC001"}.get(kind, "MEM013")
 
 
 def _kind(kind: int, resolved: Resolved) -> str:
@@ -145,12 +165,19 @@ def _shown(name: str) -> str:
 
 
 def _message(
-    kind: int, resolved: Resolved, indices: Sequence[int], extents: Sequence[int], space: str
+    kind: int,
+    resolved: Resolved,
+    indices: Sequence[int],
+    extents: Sequence[int],
+    space: str,
+    race: Race | None,
 ) -> str:
     text, array = resolved.site.origin.text, _shown(resolved.site.array)
     element = f"{array}[{', '.join(map(str, indices))}]"
     what = f"{resolved.site.how} of {text}" + ("" if text == element else f" as {element}")
     what += f" in {space} memory" if space else ""
+    if race is not None:
+        return f"{what}: {race.message}"
     if kind == OUTSIDE:
         wrong = [
             f"index {index} of axis {axis}, which has {extent} {'element' if extent == 1 else 'elements'}"
@@ -168,11 +195,6 @@ def _consequence(kind: int, resolved: Resolved) -> str:
     if kind == UNWRITTEN:
         return "the kernel went on with what the memory held"
     return "the load gave 0" if resolved.site.how == "load" else f"the {resolved.site.how} was dropped"
-
-
-def _position(number: int, extents: Sequence[int]) -> tuple[int, int, int]:
-    x, y, _ = extents
-    return number % x, number // x % y, number // (x * y)
 
 
 class _Place:

@@ -25,13 +25,17 @@ MAX_CALLS = (1 << CALL_BITS) - 1
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One access: where it stands, of which array, and how: ``load``, ``store``, ``atomic add``."""
+    """One access: where it stands, of which array, and how: ``load``, ``store``, ``atomic add``. Or one promise."""
 
     origin: Origin
     array: str
     #: ``shared`` or ``local`` for an array that the function declares, empty for a parameter
     space: str
     how: str
+    #: of a promise, what not every thread reaches where it is not kept
+    barrier: Origin | None = None
+    #: and for which value a thread reaches it, where it is true or false
+    wanted: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,10 @@ class CheckedAccess(HostAccess):
         """Expression that changes an element and gives what was there before; 0 where there is none."""
         return f"try_atomic_{operation}({self._terms(place, f'atomic {operation}')}, {operands})"
 
+    def agreement(self, value: Origin, barrier: Origin | None, wanted: bool | None) -> int:
+        """Number of a place where a value is promised to be that of all threads."""
+        return self._number(Site(value, "", "", "promise", barrier, wanted))
+
     def call(self, parsed: ParsedFunction, node: ast.Call, where: str) -> str:
         """The caller's own chain of calls with this one behind it."""
         origin = origin_of(node)
@@ -82,13 +90,17 @@ class CheckedAccess(HostAccess):
 
     def _terms(self, place: Place, how: str) -> str:
         assert place.origin is not None, place
-        number = self._sites.setdefault(Site(place.origin, place.name, place.space, how), len(self._sites))
-        # Statements of a kernel are bounded, and so are its sites.
-        assert number < 1 << SITE_BITS, number
+        number = self._number(Site(place.origin, place.name, place.space, how))
         scale, shift = place.spread or ("1", "0")
         indices, extents = (f"({', '.join(texts)},)" for texts in (place.indices, place.extents))
         where = _said(place.where, place.origin)
         return ", ".join((place.pointer, indices, extents, scale, shift, place.shadow, str(number), where))
+
+    def _number(self, site: Site) -> int:
+        number = self._sites.setdefault(site, len(self._sites))
+        # Statements of a kernel are bounded, and so are its sites.
+        assert number < 1 << SITE_BITS, number
+        return number
 
     def table(self, kernel: str) -> AccessTable:
         """What the numbers stand for in the code of a kernel."""

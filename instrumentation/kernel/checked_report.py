@@ -1,7 +1,8 @@
 """The report of a checked launch: how it lies in memory, the code that writes it, and how it is read.
 
 A report is a counter of all that was found and a table of records, one for each site, calls around it and kind: how
-often, and who was first. Sites and calls are numbers, which ``checked_access`` gave.
+often, and who was first. Sites and calls are numbers, which ``checked_access`` gave. Two accesses that race have a
+record for each pair of sites.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 #: kinds of a record
-OUTSIDE, UNWRITTEN, USED_AFTER_FREE = 0, 1, 2
-#: words of a report: all that was found; then records of key, count, block, thread, indices, extents. Parameters have
-#: at most four axes; of arrays that a kernel declares the first four are told.
+OUTSIDE, UNWRITTEN, USED_AFTER_FREE, RACE, DIVERGED = range(5)
+#: words of a report: all that was found; then records of key, count, block, thread, indices, extents, of a race also
+#: both accesses and the place of the other one. Parameters have at most four axes; of arrays that a kernel declares the
+#: first four are told.
 AXES = 4
 RECORDS = 64
-RECORD_WORDS = 4 + 2 * AXES
+RECORD_WORDS = 7 + 2 * AXES
 REPORT_WORDS = 1 + RECORDS * RECORD_WORDS
 #: a chain of calls is one number: so many bits for each call, innermost last
 CALL_BITS, CHAIN_BITS = 10, 40
-#: a key is one more than: calls, site, kind
-KIND_BITS, SITE_BITS = 2, 20
+#: a key is one more than: calls, site, kind; of a race its pair of sites, mixed
+KIND_BITS, SITE_BITS = 3, 19
+#: an access is one number: calls, site; a place: block, thread
+THREAD_BITS = 10
 _SLOT_BITS = RECORDS.bit_length() - 1
 assert RECORDS == 1 << _SLOT_BITS
 assert CHAIN_BITS + SITE_BITS + KIND_BITS < 63
@@ -47,33 +51,51 @@ class Record:
     #: of each axis; zeros behind the last, and none behind the fourth
     indices: tuple[int, ...]
     extents: tuple[int, ...]
+    #: the other access of a race, which came first
+    other: Other | None = None
 
     @property
     def words(self) -> list[int]:
-        """The record as it lies in a report."""
-        key = ((self.chain << SITE_BITS | self.site) << KIND_BITS | self.kind) + 1
-        return [key, self.count, self.block, self.thread, *self.indices, *self.extents]
+        """The record as it lies in a report; a race's key is not what its code would give it."""
+        access = self.chain << SITE_BITS | self.site
+        key = (access << KIND_BITS | self.kind) + 1
+        more = [0, 0, 0]
+        if self.other is not None:
+            other = self.other
+            more = [access, other.chain << SITE_BITS | other.site, other.block << THREAD_BITS | other.thread]
+        return [key, self.count, self.block, self.thread, *self.indices, *self.extents, *more]
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """The access of another thread that one races with. Of its block the last 24 bits are known."""
+
+    site: int
+    chain: int
+    block: int
+    thread: int
 
 
 def read_records(words: npt.NDArray[np.int64]) -> tuple[list[Record], int]:
     """Records of a report, in the order of calls and sites, and how many findings have none."""
     rows = words[1:].reshape(-1, RECORD_WORDS)
-    found = [_record(row) for row in sorted(rows[rows[:, 0] != 0].tolist())]
+    found = [_record(row) for row in rows[rows[:, 0] != 0].tolist()]
+    found.sort(key=lambda record: (record.words, record.kind))
     return found, int(words[0]) - sum(record.count for record in found)
 
 
 def _record(row: list[int]) -> Record:
     key, count, block, thread = row[0] - 1, *row[1:4]
-    return Record(
-        key >> KIND_BITS & ((1 << SITE_BITS) - 1),
-        key >> KIND_BITS + SITE_BITS,
-        key & ((1 << KIND_BITS) - 1),
-        count,
-        block,
-        thread,
-        tuple(row[4 : 4 + AXES]),
-        tuple(row[4 + AXES :]),
-    )
+    kind, access, other = key & ((1 << KIND_BITS) - 1), key >> KIND_BITS, None
+    if kind == RACE:
+        access, first, place = row[-3:]
+        other = Other(*_access(first), place >> THREAD_BITS, place & ((1 << THREAD_BITS) - 1))
+    indices, extents = tuple(row[4 : 4 + AXES]), tuple(row[4 + AXES : 4 + 2 * AXES])
+    return Record(*_access(access), kind, count, block, thread, indices, extents, other)
+
+
+def _access(number: int) -> tuple[int, int]:
+    return number & ((1 << SITE_BITS) - 1), number >> SITE_BITS
 
 
 def _word(value: int) -> Any:
@@ -88,7 +110,7 @@ def key_of(builder: Any, chain: Any, site: Any, kind: int) -> Any:
 
 
 def recorder(module: Any) -> Any:
-    """The function ``record(report, key, block, thread, indices and extents)`` of a module, written once.
+    """The function ``record(report, key, block, thread, indices, extents, race)`` of a module, written once.
 
     Out of line and cold, so that a check costs little where it finds nothing. Counts in the record of a key, or takes a
     free one; when there is none, only the counter of all tells.
@@ -97,7 +119,9 @@ def recorder(module: Any) -> Any:
     if name in module.globals:
         return module.globals[name]
     pointer = _I64.as_pointer()
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [pointer, *[_I64] * (3 + 2 * AXES)]), name)
+    function = ir.Function(
+        module, ir.FunctionType(ir.VoidType(), [pointer, *[_I64] * (RECORD_WORDS - 1)]), name
+    )
     function.linkage = "internal"
     function.attributes.add("noinline")
     function.attributes.add("cold")

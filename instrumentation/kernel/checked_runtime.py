@@ -4,7 +4,11 @@ An access has an index and an extent for each axis. One that is not inside, or t
 reported and not made: a load gives 0, a store is dropped. One that reads what nothing wrote is reported and made.
 
 A *shadow* tells what was done to memory. For parameters it has a byte for each byte, so far from the memory as a number
-says (0: there is none); for arrays that a kernel declares a byte for each element.
+says (0: there is none); for arrays that a kernel declares a byte for each element, and beside its address that of
+records of who accessed them (0: only one thread does).
+
+``where`` is who makes an access: address of the report, calls, block and thread; and where races are looked for the
+time that it is, that of the last barrier, and the address of their table (see ``checked_races``).
 """
 
 # ruff: noqa: ARG001 - Numba reads the number of an intrinsic's arguments from its signature
@@ -15,14 +19,18 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core.errors import TypingError
-from numba.core.types.misc import CPointer
+from numba.core.types.containers import BaseTuple
 from numba.extending import intrinsic
 
+from instrumentation.kernel.checked_block import touch
+from instrumentation.kernel.checked_races import ATOMIC, FOUND, LOAD, STORE
+from instrumentation.kernel.checked_races import RECORD_WORDS as RACE_WORDS
 from instrumentation.kernel.checked_report import (
     AXES,
     CALL_BITS,
     CHAIN_BITS,
     OUTSIDE,
+    RECORD_WORDS,
     UNWRITTEN,
     USED_AFTER_FREE,
     key_of,
@@ -41,6 +49,8 @@ from instrumentation.kernel.host_runtime import (
 
 #: states of a byte of shadow
 NEVER, WRITTEN, FREED = 0x00, 0x01, 0x80
+#: words of ``where`` without what races take
+_PLACE_WORDS = 4
 #: beside a chain of calls: who made one of them says that what is read may be unwritten
 _ALLOWED = 1 << CHAIN_BITS
 
@@ -91,7 +101,7 @@ def forget(_typing: Any, shadow: Any, length: Any) -> Any:
     signature = types.void(shadow, types.int64)
 
     def generate(context: Any, builder: Any, _sig: Any, values: Any) -> Any:
-        cgutils.memset(builder, values[0], values[1], NEVER)
+        cgutils.memset(builder, builder.extract_value(values[0], 0), values[1], NEVER)
         return context.get_dummy_value()
 
     return signature, generate
@@ -108,6 +118,10 @@ class _Access:
         self.pointer, indices, extents, self.scale, self.shift, self.shadow, self.site, self.where = values[
             :8
         ]
+        self.records = None
+        if isinstance(sig.args[5], BaseTuple):
+            self.shadow, self.records = (builder.extract_value(self.shadow, i) for i in (0, 1))
+        self.races = len(sig.args[7]) > _PLACE_WORDS
         self.indices = self._numbers(indices, sig.args[1])
         self.extents = self._numbers(extents, sig.args[2])
 
@@ -119,13 +133,36 @@ class _Access:
 
     def record(self, kind: int) -> None:
         """Report this access."""
+        chain = self.builder.extract_value(self.where, 1)
+        self._record(key_of(self.builder, chain, self.site, kind), [_word(0)] * 3)
+
+    def _record(self, key: Any, race: list[Any]) -> None:
         builder = self.builder
-        report, chain, block, thread = (builder.extract_value(self.where, i) for i in range(4))
-        key = key_of(builder, chain, self.site, kind)
+        report, block, thread = (builder.extract_value(self.where, i) for i in (0, 2, 3))
         rest = [_word(0)] * AXES
         places = [*[*self.indices, *rest][:AXES], *[*self.extents, *rest][:AXES]]
         target = builder.inttoptr(report, _I64.as_pointer())
-        builder.call(recorder(builder.module), [target, key, block, thread, *places])
+        words = [key, block, thread, *places, *race]
+        assert len(words) == RECORD_WORDS - 1, words
+        builder.call(recorder(builder.module), [target, *words])
+
+    def touch(self, place: Any, number: Any, how: int) -> None:
+        """Look whether the access is ordered behind those of other threads, and keep it for the next one."""
+        builder = self.builder
+        if not self.races or self.kind == "ro" or (self.kind == "lane" and self.records is None):
+            return
+        chain, block, thread, now, since, table = (builder.extract_value(self.where, i) for i in range(1, 7))
+        record, watched = _word(0), table
+        if self.records is not None:
+            record = builder.add(self.records, builder.mul(number, _word(8 * RACE_WORDS)))
+            watched = self.records
+        with builder.if_then(builder.icmp_unsigned("!=", watched, _word(0))):
+            address = builder.ptrtoint(place, _I64)
+            words = [table, record, address, _word(how), self.site, chain, block, thread, now, since]
+            key = touch(builder, words)
+            with builder.if_then(builder.icmp_unsigned("!=", key, _word(0)), likely=False):
+                found = builder.inttoptr(table, _I64.as_pointer())
+                self._record(key, [builder.load(builder.gep(found, [_word(FOUND + i)])) for i in range(3)])
 
     def inside(self) -> Any:
         """Whether every index is one of its axis; a negative one is none, and a very large number unsigned."""
@@ -151,7 +188,7 @@ class _Access:
         address = builder.add(builder.ptrtoint(place, _I64), self.shadow)
         return builder.inttoptr(address, ir.IntType(8 * size).as_pointer()), size
 
-    def make(self, made: Any, *, reads: bool, writes: bool, nothing: Any = None) -> Any:
+    def make(self, made: Any, how: int, *, reads: bool, nothing: Any = None) -> Any:
         """The access: ``made(place)`` where it may be made, else ``nothing``."""
         builder = self.builder
         function = builder.function
@@ -163,7 +200,7 @@ class _Access:
         builder.branch(done)
         builder.position_at_end(inside)
         place, number = self.element()
-        values = []
+        values, writes = [], how != LOAD
         if self.kind == "lane":
             self._shadowed(place, number, reads=reads, writes=writes, refused=None)
         else:
@@ -179,6 +216,7 @@ class _Access:
             builder.branch(done)
             values.append((nothing, refused))
             builder.position_at_end(ready)
+        self.touch(place, number, how)
         value = made(place)
         values += [(value, builder.block), (nothing, outside)]
         builder.branch(done)
@@ -229,7 +267,7 @@ def _terms(pointer: Any, indices: Any, extents: Any, shadow: Any, where: Any) ->
     """Types of what every checked access takes."""
     _want_indices(indices)
     # Numbers that the text spells out have types of their own, which a tuple keeps.
-    if not isinstance(shadow, CPointer | types.Integer):
+    if not isinstance(shadow, BaseTuple | types.Integer):
         raise TypingError(f"a shadow of type {shadow}")
     return (pointer, indices, extents, types.int64, types.int64, shadow, types.int64, where)
 
@@ -254,8 +292,8 @@ def _checked(kind: str) -> tuple[Any, Any]:
             nothing = ir.Constant(context.get_value_type(access.item), 0)
             return access.make(
                 lambda place: read_element(builder, place, access.item, kind, _KINDS),
+                LOAD,
                 reads=True,
-                writes=False,
                 nothing=nothing,
             )
 
@@ -281,8 +319,8 @@ def _checked(kind: str) -> tuple[Any, Any]:
             stored = context.cast(builder, values[8], sig.args[8], access.item)
             return access.make(
                 lambda place: write_element(builder, place, access.item, stored, kind, _KINDS),
+                STORE,
                 reads=False,
-                writes=True,
             )
 
         return signature, generate
@@ -296,7 +334,7 @@ try_load_rw, try_store_rw = _checked("rw")
 
 
 def _shadow_kind(shadow: Any) -> str:
-    return "lane" if isinstance(shadow, CPointer) else "rw"
+    return "lane" if isinstance(shadow, BaseTuple) else "rw"
 
 
 def _atomic(operation: str) -> Any:
@@ -322,8 +360,8 @@ def _atomic(operation: str) -> Any:
             # An exchange is how a first value is put in place: it may find none.
             return access.make(
                 lambda place: atomic_update(builder, operation, access.item, place, operand),
+                ATOMIC,
                 reads=operation != "xchg",
-                writes=True,
                 nothing=ir.Constant(operand.type, 0),
             )
 
@@ -361,8 +399,8 @@ def try_atomic_cas(
         old, new = (context.cast(builder, values[i], sig.args[i], access.item) for i in (8, 9))
         return access.make(
             lambda place: atomic_exchange(builder, place, old, new),
+            ATOMIC,
             reads=True,
-            writes=True,
             nothing=ir.Constant(old.type, 0),
         )
 

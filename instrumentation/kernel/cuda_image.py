@@ -58,20 +58,22 @@ class CudaImage:
         assert self.data, self.entry
 
 
-def compile_image(kernel: Kernel, compute_capability: tuple[int, int]) -> CudaImage:
+def compile_image(
+    kernel: Kernel, compute_capability: tuple[int, int], *, checked: bool = False
+) -> CudaImage:
     """Compile, or load from the cache. Raises ``DeviceError`` when the toolkit cannot do it."""
-    path = image_path(kernel, compute_capability)
+    path = image_path(kernel, compute_capability, checked=checked)
     with _lock:
         image = _read(path)
         if image is None:
             for listener in compile_listeners:
                 listener(kernel.name)
-            image = build_image(kernel.name, kernel.ptx(compute_capability), compute_capability)
+            image = build_image(kernel.name, kernel.ptx(compute_capability, checked=checked), compute_capability)
             _write(path, image)
         return image
 
 
-def image_path(kernel: Kernel, compute_capability: tuple[int, int]) -> Path:
+def image_path(kernel: Kernel, compute_capability: tuple[int, int], *, checked: bool = False) -> Path:
     """File of a kernel's image: its name hashes everything that the image depends on."""
     major, minor = compute_capability
     parts = [
@@ -80,6 +82,7 @@ def image_path(kernel: Kernel, compute_capability: tuple[int, int]) -> Path:
         repr(kernel.block),
         repr(kernel.ahead),
         f"sm_{major}{minor}",
+        "checked" if checked else "",
     ]
     stem = host_cache.file_stem(kernel.name, "\n".join([*parts, *_versions(), host_cache.version()]))
     return host_cache.cache_folder() / f"{stem}.cuda"

@@ -13,6 +13,7 @@ from instrumentation.errors import KernelDialectError
 from instrumentation.kernel.access import AccessSets, access_sets
 from instrumentation.kernel.cuda_entry import RowsAhead, with_entry
 from instrumentation.kernel.host_compile import CompiledKernel, access_table, compile_host
+from instrumentation.kernel.lower_checked_cuda import compile_checked_ptx
 from instrumentation.kernel.lower_cuda import compile_ptx, cuda_function, cuda_signature
 from instrumentation.kernel.lower_host import HostOptions
 from instrumentation.kernel.parse import ParsedFunction, number_type, parse_function
@@ -111,8 +112,14 @@ class Kernel:
         """The accesses of the kernel's checked forms, by the numbers that their reports give."""
         return access_table(self.plan)
 
-    def ptx(self, compute_capability: tuple[int, int]) -> str:
-        """PTX text for a compute capability, compiled without a GPU."""
+    def ptx(self, compute_capability: tuple[int, int], *, checked: bool = False) -> str:
+        """PTX text for a compute capability, compiled without a GPU; ``checked``: of the checked form.
+
+        The checked form fetches nothing ahead, and takes the registers that its checks need.
+        """
+        if checked:
+            text = compile_checked_ptx(self.plan, self.access_table, compute_capability)
+            return with_entry(text, self.signature, self.block, compute_capability)
         plain = compile_ptx(self.function, self.parsed, cuda_signature(self.signature), compute_capability)
         return with_entry(
             plain,

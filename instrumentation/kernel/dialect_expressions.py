@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from instrumentation.kernel.divergence import refuse_divergence
 from instrumentation.kernel.intrinsics import Intrinsic
 from instrumentation.kernel.parse import (
     BARRIERS,
@@ -261,7 +262,10 @@ class ExpressionChecker:
         name = self.parsed.cuda_name(node.func)
         mask = [constant(self.parsed, a) for a in node.args]
         if node.keywords or len(mask) > (name == "syncwarp") or any(m not in FULL_MASKS for m in mask):
-            self.parsed.refuse(node, f"cuda.{name} waits for all threads: no arguments")
+            reason = f"cuda.{name} waits for all threads: no arguments"
+            if name == "syncwarp" and len(mask) == 1:
+                refuse_divergence(self.parsed, node, reason)
+            self.parsed.refuse(node, reason)
 
     def _cuda_call(self, node: ast.Call, name: str, loops: frozenset[str]) -> None:
         parsed, values = self.parsed, node.args
@@ -273,7 +277,7 @@ class ExpressionChecker:
                     node, "a shuffle takes a mask, a value and an offset, over the whole warp (no width)"
                 )
             if constant(parsed, values[0]) not in FULL_MASKS:
-                parsed.refuse(node, "shuffles use the full mask 0xFFFFFFFF")
+                refuse_divergence(parsed, node, "shuffles use the full mask 0xFFFFFFFF")
         elif name in ("grid", "gridsize"):
             if len(values) != 1 or constant(parsed, values[0]) != 1:
                 parsed.refuse(node, f"cuda.{name}(n) with n > 1 is assigned to a tuple of n names")

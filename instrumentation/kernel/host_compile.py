@@ -10,7 +10,7 @@ import structlog
 from numba import types
 from numba.core import errors
 
-from instrumentation.kernel import host_cache
+from instrumentation.kernel import checked_races, host_cache
 from instrumentation.kernel.checked_access import AccessTable, CheckedAccess
 from instrumentation.kernel.host_pipeline import compile_entry, no_collections
 from instrumentation.kernel.host_types import infer_lane_types
@@ -53,6 +53,8 @@ def compile_host(plan: KernelPlan, options: HostOptions, *, strict_floats: bool)
     parts = [describe(plan.parsed), repr(plan.signature), repr(plan.block), repr(options), str(strict_floats)]
     stem = host_cache.file_stem(plan.parsed.name, "\n".join([*parts, host_cache.version()]))
     path = host_cache.cache_folder() / f"{stem}.py"
+    if options.checked:
+        checked_races.link()
     with _lock:
         if not host_cache.is_whole(path):
             host_cache.write(path, generate(plan, options, strict_floats=strict_floats))

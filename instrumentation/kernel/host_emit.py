@@ -68,6 +68,10 @@ class HostAccess:
         """Expression that changes an element and gives what was there before."""
         return f"atomic_{operation}({place.pointer}, {place.element}, {operands})"
 
+    def agreement(self, _value: Origin, _barrier: Origin | None, _wanted: bool | None) -> int | None:
+        """Number of a place where a value is promised to be that of all threads; None where they are not compared."""
+        return None
+
     def call(self, _parsed: ParsedFunction, _node: ast.Call, _where: str) -> str | None:
         """Argument of a device function that tells who calls it; None for none."""
         return None
@@ -76,7 +80,7 @@ class HostAccess:
 class FunctionEmitter:
     """Names, indices, expressions, and the statements of one thread."""
 
-    #: who makes an access: address of the report, calls, block and thread
+    #: who makes an access: see ``checked_runtime``
     where = "_where"
 
     def __init__(self, module: HostModule, parsed: ParsedFunction, ranks: dict[str, int]) -> None:
@@ -230,8 +234,12 @@ class FunctionEmitter:
         if self.module.options.poison:
             self.emit(f"poison(v_{name}, {size})")
         if self.module.options.checked:
-            self.emit(f"s_{name} = stack_array(uint8, {size})")
+            self.emit(f"s_{name} = (stack_array(uint8, {size}), {self.records(name)})")
             self.emit(f"forget(s_{name}, {size})")
+
+    def records(self, _name: str) -> str:
+        """Address of what is kept of each element of an array that a function declares, where threads share it."""
+        return "int64(0)"
 
     def _is_array(self, node: ast.expr) -> bool:
         return isinstance(node, ast.Name) and (node.id in self.ranks or node.id in self.parsed.arrays)

@@ -16,7 +16,7 @@ from instrumentation.kernel.host_pipeline import no_collections
 from instrumentation.kernel.intrinsics import Intrinsic
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from instrumentation.kernel.parse import ParsedFunction
 
@@ -95,6 +95,18 @@ def compile_ptx(
 
     Raises ``DeviceError`` when the compiler cannot be loaded or refuses the kernel.
     """
+    return compile_function(
+        parsed.name,
+        lambda: cuda_function(function, parsed, compute_capability),
+        signature,
+        compute_capability,
+    )
+
+
+def compile_function(
+    name: str, make: Callable[[], Any], signature: Any, compute_capability: tuple[int, int]
+) -> str:
+    """PTX of the Python function that ``make`` returns; as ``compile_ptx``."""
     from numba import cuda  # noqa: PLC0415
     from numba.cuda import dispatcher  # noqa: PLC0415
 
@@ -104,12 +116,10 @@ def compile_ptx(
         asked = dispatcher.get_current_device
         dispatcher.get_current_device = lambda: stand_in
         try:
-            text, _ = cuda.compile_ptx(
-                cuda_function(function, parsed, compute_capability), signature, cc=compute_capability
-            )
+            text, _ = cuda.compile_ptx(make(), signature, cc=compute_capability)
         except Exception as error:
             raise DeviceError(
-                f"{parsed.name}: no PTX for compute capability {compute_capability[0]}.{compute_capability[1]}: "
+                f"{name}: no PTX for compute capability {compute_capability[0]}.{compute_capability[1]}: "
                 f"{type(error).__name__}: {error}. The toolkit comes with the extras cu12 and cu13"
             ) from error
         finally:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from numba.core import types as nb
 
 from instrumentation.kernel.host_emit import INDENT, FunctionEmitter, HostAccess
-from instrumentation.kernel.regions import Collective, Control, Part, Region, Scalar
+from instrumentation.kernel.origin import origin_of
+from instrumentation.kernel.regions import Agreed, Collective, Control, Part, Region, Scalar, barrier_behind
 
 if TYPE_CHECKING:
     from instrumentation.kernel.intrinsics import Intrinsic
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     from instrumentation.kernel.plan import KernelPlan
 
 AXES = "xyz"
-#: who makes a checked access: address of the report, calls, block, thread. What is uniform is done by the first thread.
-_UNIFORM = "(_report, int64(0), _b, int64(0))"
-_THREAD = "(_report, int64(0), _b, _t)"
+#: who makes a checked access: see ``checked_runtime``. What is uniform is done by the first thread.
+_UNIFORM = "(_report, int64(0), _b, int64(0), _now, _since, _table)"
+_THREAD = "(_report, int64(0), _b, _t, _now, _since, _table)"
 #: alias class and number of axes of an array argument; None for a value
 ArgumentShape = tuple[str, int] | None
 
@@ -90,6 +91,8 @@ class KernelEmitter(FunctionEmitter):
         self.storage = plan.storage
         self.typing = module.typing
         self.where = _UNIFORM
+        #: elements of shared arrays that have their records
+        self.shared = 0
         assert self.typing == (types_of_lanes is None)
 
     def kind(self, name: str) -> str:
@@ -153,6 +156,15 @@ class KernelEmitter(FunctionEmitter):
         self._parts(self.plan.parts)
         return self.lines
 
+    def records(self, name: str) -> str:
+        """Address of the records of a shared array."""
+        array = self.parsed.arrays[name]
+        if array.space != "shared":
+            return super().records(name)
+        first = self.shared
+        self.shared += prod(array.shape)
+        return f"shared_records(_table, {first})"
+
     def _declare(self) -> None:
         for name, array in self.parsed.arrays.items():
             size = prod(array.shape) * (self.threads if array.space == "local" and not self.typing else 1)
@@ -167,6 +179,8 @@ class KernelEmitter(FunctionEmitter):
                 self._region(part)
             elif isinstance(part, Scalar):
                 self.statement(part.statement)
+            elif isinstance(part, Agreed):
+                self._agreed(part.statement)
             elif isinstance(part, Collective):
                 self._collective(part.statement)
             else:
@@ -221,6 +235,38 @@ class KernelEmitter(FunctionEmitter):
             self.statement(statement)
         self._end_lanes(opened)
 
+    def _agreed(self, node: ast.Assign) -> None:
+        """The block takes the value of the thread that runs first; checked, those of the others are compared."""
+        target, own = node.targets[0], node.value
+        assert isinstance(target, ast.Name)
+        assert isinstance(own, ast.Name)
+        reverse = self.module.options.reverse_lanes and not self.typing
+        places = [extent - 1 if reverse else 0 for extent in self.block_shape]
+        self.emit(f"_tx, _ty, _tz, _t = {', '.join(map(str, [*places, self.threads - 1 if reverse else 0]))}")
+        block = self.read(target.id)
+        self.emit(f"{block} = {self.read(own.id)}", node)
+        origin = origin_of(node)
+        site = None
+        if origin is not None and not self.typing:
+            barrier, wanted = barrier_behind(self.parsed, self.plan.parts, target.id)
+            site = self.access.agreement(origin, barrier, wanted)
+        if site is None:
+            return
+        self.emit("_differ = _first = _last = 0")
+        self.emit(f"_other = {block}")
+        opened = self._lanes()
+        value = self.read(own.id)
+        self.emit(f"if {value} != {block} and ({value} == {value} or {block} == {block}):")
+        self.emit(f"{INDENT}_other = _other if _differ else {value}")
+        self.emit(f"{INDENT}_first = _first if _differ else _t")
+        self.emit(f"{INDENT}_last = _t")
+        self.emit(f"{INDENT}_differ += 1")
+        self._end_lanes(opened)
+        self.emit("if _differ:")
+        self.emit(
+            f"{INDENT}diverged({block}, _other, _first, _last, _differ, {self.threads}, {site}, {self.where})"
+        )
+
     def _collective(self, node: ast.stmt) -> None:
         """A barrier is the cut itself; a shuffle moves values between lanes of each warp.
 
@@ -229,6 +275,11 @@ class KernelEmitter(FunctionEmitter):
         assert isinstance(node, ast.Assign | ast.Expr)
         kind = self.parsed.collective(node.value)
         if kind == "barrier":
+            if self.module.options.checked:
+                self.emit("_now += 1", node)
+                assert isinstance(node.value, ast.Call)
+                if self.parsed.cuda_name(node.value.func) == "syncthreads":
+                    self.emit("_since = _now")
             return
         assert isinstance(node, ast.Assign)
         assert isinstance(node.value, ast.Call)
@@ -296,6 +347,7 @@ class HostModule:
             "from numba import boolean, float32, float64, int8, int16, int32, int64, uint8, uint16, uint32, uint64",
             "from instrumentation.kernel import intrinsics",
             "from instrumentation.kernel.host_runtime import *",
+            "from instrumentation.kernel.checked_block import *" if self.options.checked else "",
             "from instrumentation.kernel.checked_runtime import *" if self.options.checked else "",
             "from instrumentation.kernel.host_types import TypedHelper as helper"
             if self.typing
@@ -310,7 +362,8 @@ def entry_lines(signature: dict[str, Any], body: list[str], *, checked: bool = F
     """The C-callable function that unpacks the argument block and runs a range of blocks.
 
     Slots of 8 bytes: grid x, y, z; then each array's address and extents, each scalar. A checked function has more of
-    them: the report's address, then how far each array's shadow lies from it, 0 where it has none.
+    them: the report's address, how far each array's shadow lies from it, 0 where it has none, and the address of the
+    tables of ``checked_races``, 0 where races are not looked for.
     """
     lines = ["def entry(_args, _begin, _end):", "    _gx, _gy, _gz = _args[0], _args[1], _args[2]"]
     slot = 3
@@ -326,6 +379,8 @@ def entry_lines(signature: dict[str, Any], body: list[str], *, checked: bool = F
         lines.append(f"    _report = _args[{slot}]")
         arrays = [name for name, kind in signature.items() if isinstance(kind, nb.Array)]
         lines += [f"    s_{name} = _args[{slot + 1 + i}]" for i, name in enumerate(arrays)]
+        lines.append(f"    _table, _now = begin_races(_args[{slot + 1 + len(arrays)}])")
+        body = [INDENT + "_now += 1", INDENT + "_since = _now", *body]
     lines += [
         "    for _b in range(_begin, _end):",
         "        _bx = _b % _gx",
@@ -333,4 +388,4 @@ def entry_lines(signature: dict[str, Any], body: list[str], *, checked: bool = F
         "        _bz = _b // (_gx * _gy)",
         *[INDENT + line for line in body],
     ]
-    return lines
+    return [*lines, "    end_races(_table, _now)"] if checked else lines

@@ -4,6 +4,7 @@
 * loops over tuples are unrolled; each loop's variable has a name of its own, and so has an assigned parameter;
 * each shuffle is an assignment of its own, ``name = cuda.shfl_*(mask, name, offset)``; device functions that hold a
   collective or ask for their thread are inlined;
+* what is promised to be one value for a block is an assignment of a name to a name: the block's, and each thread's own;
 * an early return has become a branch around what follows it.
 """
 
@@ -17,8 +18,8 @@ import numpy as np
 from instrumentation.kernel.access import access_sets
 from instrumentation.kernel.dialect import array_declaration
 from instrumentation.kernel.dialect_expressions import constant
-from instrumentation.kernel.origin import mark_inlined
-from instrumentation.kernel.parse import NUMBER_TYPES, ParsedFunction, describe
+from instrumentation.kernel.origin import mark_inlined, origin_of
+from instrumentation.kernel.parse import NUMBER_TYPES, ParsedFunction, describe, is_promised
 from instrumentation.kernel.tree import walk
 
 MAX_STATEMENTS = 20_000
@@ -115,6 +116,8 @@ class _Normaliser:
         if isinstance(node, ast.If):
             before: list[ast.stmt] = []
             node.test = self.hoist(node.test, [node.test], before)
+            if is_promised(node):
+                node.test = self._agreed(node.test, node, before)
             node.body, node.orelse = self.block(node.body), self.block(node.orelse)
             return [*before, node]
         if isinstance(node, ast.Assign):
@@ -141,7 +144,17 @@ class _Normaliser:
         node.value = self.hoist(node.value, whole, before)
         if isinstance(target, ast.Subscript):
             target.slice = self.hoist(target.slice, whole, before)
+        if is_promised(node) and not isinstance(node.value, ast.Name):
+            node.value = self.bind("own", node.value, node, before)
         return [*before, node]
+
+    def _agreed(self, value: ast.expr, place: ast.stmt, before: list[ast.stmt]) -> ast.Name:
+        """A name for what is promised to be one value for a block: each thread's own is kept beside it."""
+        own = value if isinstance(value, ast.Name) else self.bind("own", value, place, before)
+        name = self.bind("agreed", own, place, before)
+        before[-1].uniform_promised = True  # type: ignore[attr-defined]
+        before[-1].origin = origin_of(place)  # type: ignore[attr-defined]
+        return name
 
     def _augmented(self, node: ast.AugAssign) -> list[ast.stmt]:
         target, before = node.target, list[ast.stmt]()
@@ -163,6 +176,11 @@ class _Normaliser:
         before: list[ast.stmt] = []
         whole = list(node.iter.args)
         node.iter.args = [self.hoist(argument, whole, before) for argument in node.iter.args]
+        if is_promised(node):
+            node.iter.args = [
+                each if isinstance(each, ast.Constant) else self._agreed(each, node, before)
+                for each in node.iter.args
+            ]
         # One name used for two loops, one uniform and one not, must not share a storage class.
         renamed = self.fresh(node.target.id)
         replace = Substitute({node.target.id: ast.Name(renamed, ast.Load())})

@@ -61,21 +61,35 @@ def hinted_lines(source: str, first_line: int, hint: str) -> set[int]:
 def mark_origins(
     nodes: Iterable[ast.AST], *, file: str, function: str, source: str, first_line: int, indentation: int
 ) -> None:
-    """Give each element access and each call among ``nodes`` its origin. Copies of a node keep it."""
+    """Give each element access and call among ``nodes`` its origin, and a statement that of its value or condition.
+
+    Copies of a node keep it.
+    """
     hints = hinted_lines(source, first_line, "unwritten: allowed")
     for node in nodes:
-        if isinstance(node, ast.Subscript | ast.Call):
-            assert node.end_lineno is not None
-            assert node.end_col_offset is not None
-            span = (node.col_offset, node.end_lineno, node.end_col_offset)
-            column = node.col_offset + indentation + 1
-            hint = node.lineno in hints
-            origin = Origin(file, function, node.lineno, column, source, first_line, span, unwritten=hint)
-            node.origin = origin  # type: ignore[union-attr]
+        place = _said_of(node)
+        if place is not None:
+            assert place.end_lineno is not None
+            assert place.end_col_offset is not None
+            span = (place.col_offset, place.end_lineno, place.end_col_offset)
+            column = place.col_offset + indentation + 1
+            hint = place.lineno in hints
+            origin = Origin(file, function, place.lineno, column, source, first_line, span, unwritten=hint)
+            node.origin = origin  # type: ignore[attr-defined]
+
+
+def _said_of(node: ast.AST) -> ast.expr | None:
+    if isinstance(node, ast.Subscript | ast.Call):
+        return node
+    if isinstance(node, ast.Assign):
+        return node.value
+    if isinstance(node, ast.If):
+        return node.test
+    return node.iter if isinstance(node, ast.For) else None
 
 
 def origin_of(node: ast.AST) -> Origin | None:
-    """Origin of an access or a call; None for what the normal form added."""
+    """Origin of an access, a call or a statement; None for what the normal form added."""
     return getattr(node, "origin", None)
 
 

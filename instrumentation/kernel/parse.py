@@ -24,10 +24,12 @@ from instrumentation.kernel.tree import walk
 from instrumentation.kernel.types import signature_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 SHUFFLES = {"shfl_xor_sync": "xor", "shfl_up_sync": "up", "shfl_down_sync": "down", "shfl_sync": "index"}
 BARRIERS = {"syncthreads", "syncwarp"}
+#: what a line's comment says of a value that is the same in all threads of a block
+PROMISE = "uniform: promised"
 INDEX_ROOTS = {"threadIdx", "blockIdx", "blockDim", "gridDim", "laneid", "grid", "gridsize"}
 BUILTINS = {"range", "min", "max", "abs", "int", "float", "bool", "round"}
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -136,8 +138,12 @@ class ParsedFunction:
 
     def has_collective(self, node: ast.AST | list[ast.stmt]) -> bool:
         """Whether a barrier or shuffle stands anywhere inside."""
-        nodes = node if isinstance(node, list) else [node]
-        return any(self.collective(inner) for root in nodes for inner in walk(root))
+        return self.first_collective(node if isinstance(node, list) else [node]) is not None
+
+    def first_collective(self, nodes: Sequence[ast.AST]) -> ast.AST | None:
+        """The first barrier or shuffle in some nodes."""
+        found = (inner for root in nodes for inner in walk(root) if self.collective(inner))
+        return min(found, key=lambda node: getattr(node, "lineno", 0), default=None)
 
     def walk(self) -> Iterator[ast.AST]:
         """Every node of the body."""
@@ -148,6 +154,11 @@ class ParsedFunction:
 def lanes_outside(loop: ast.AST) -> bool:
     """Whether a loop carries the comment ``# lanes: outside``: each thread runs it alone."""
     return bool(getattr(loop, "lanes_outside", False))
+
+
+def is_promised(statement: ast.AST) -> bool:
+    """Whether a statement carries the comment ``# uniform: promised``: its value is the same in all threads."""
+    return bool(getattr(statement, "uniform_promised", False))
 
 
 def parse_function(function: Any, ranks: dict[str, int] | None = None) -> ParsedFunction:
@@ -233,12 +244,31 @@ def _read(function: Any) -> ParsedFunction:
         indentation=len(lines[0]) - len(lines[0].lstrip()),
     )
     hints = hinted_lines(source, first, "lanes: outside")
+    promises = hinted_lines(source, first, PROMISE)
     for node in parsed.walk():
         if isinstance(node, ast.For | ast.While) and node.lineno in hints:
             node.lanes_outside = True  # type: ignore[union-attr]
+        if isinstance(node, ast.stmt) and node.lineno in promises:
+            _promise(parsed, node)
     if arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.defaults:
         parsed.refuse(definition, "only plain positional parameters, without defaults")
     return parsed
+
+
+def _promise(parsed: ParsedFunction, node: ast.stmt) -> None:
+    one_name = (
+        isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and len(node.targets) == 1
+    )
+    if not (
+        one_name
+        or isinstance(node, ast.If)
+        or (isinstance(node, ast.For) and isinstance(node.iter, ast.Call))
+    ):
+        parsed.refuse(
+            node,
+            f"'# {PROMISE}' stands on an assignment to one name, an if, or a for over range: name the value there",
+        )
+    node.uniform_promised = True  # type: ignore[attr-defined]
 
 
 def _captured(function: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from instrumentation.kernel.divergence import refuse_divergence
 from instrumentation.kernel.regions import Part, Uniformity, cut
 from instrumentation.kernel.storage import Storage
 
@@ -44,13 +45,16 @@ def plan_kernel(
 ) -> KernelPlan:
     """Find what is uniform and cut at collectives.
 
-    Raises ``KernelDialectError`` for a collective that some threads could miss, and for too much memory.
+    Raises ``DivergenceError`` for a collective that some threads could miss, and ``KernelDialectError`` for too much
+    memory.
     """
     threads = prod(block)
     if threads % 32:
         for node in parsed.walk():
             if (parsed.collective(node) or "barrier") != "barrier":
-                parsed.refuse(node, f"a shuffle in blocks of {threads} threads: a multiple of 32 is needed")
+                refuse_divergence(
+                    parsed, node, f"a shuffle in blocks of {threads} threads: a multiple of 32 is needed"
+                )
     shared = sum(a.nbytes for a in parsed.arrays.values() if a.space == "shared")
     local = sum(a.nbytes for a in parsed.arrays.values() if a.space == "local") * threads
     if shared > MAX_SHARED_BYTES:

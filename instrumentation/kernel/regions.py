@@ -12,13 +12,16 @@ import ast
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from instrumentation.kernel.parse import lanes_outside
+from instrumentation.kernel.divergence import refuse_divergence
+from instrumentation.kernel.origin import origin_of
+from instrumentation.kernel.parse import is_promised, lanes_outside
 from instrumentation.kernel.tree import walk
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from instrumentation.kernel.access import AccessSets
+    from instrumentation.kernel.origin import Origin
     from instrumentation.kernel.parse import ParsedFunction
 
 Loop = ast.For | ast.While
@@ -39,6 +42,13 @@ class Scalar:
 
 
 @dataclass
+class Agreed:
+    """The block takes a value that each thread has, and that is promised to be the same one."""
+
+    statement: ast.Assign
+
+
+@dataclass
 class Collective:
     """A barrier, or a shuffle assigned to a name."""
 
@@ -54,7 +64,7 @@ class Control:
     orelse: list[Part] = field(default_factory=list)
 
 
-Part = Region | Scalar | Collective | Control
+Part = Region | Scalar | Agreed | Collective | Control
 
 
 class Uniformity:
@@ -100,13 +110,18 @@ class Uniformity:
         for node in statements:
             if isinstance(node, ast.Assign):
                 target = node.targets[0]
-                if isinstance(target, ast.Name) and (varying or self.varies(node.value)):
+                alike = not self.varies(node.value) or is_promised(node)
+                if isinstance(target, ast.Name) and (varying or not alike):
                     self.varying.add(target.id)
             elif isinstance(node, ast.If):
                 inner = varying or self.varies(node.test)
-                if inner and self.parsed.has_collective([*node.body, *node.orelse]):
-                    self.parsed.refuse(
-                        node, "a barrier or shuffle under a branch that differs between threads"
+                missed = self.parsed.first_collective([*node.body, *node.orelse]) if inner else None
+                if missed is not None:
+                    refuse_divergence(
+                        self.parsed,
+                        node,
+                        "a barrier or shuffle under a branch that differs between threads",
+                        missed,
                     )
                 self._walk(node.body, varying=inner, loop=loop)
                 self._walk(node.orelse, varying=inner, loop=loop)
@@ -122,8 +137,14 @@ class Uniformity:
         if varying or outside or any(self.varies(test) for test in tests):
             self.per_thread_loops.add(node)
         inner = node in self.per_thread_loops
-        if inner and self.parsed.has_collective(node.body):
-            self.parsed.refuse(node, "a barrier or shuffle in a loop whose count differs between threads")
+        missed = self.parsed.first_collective(node.body) if inner else None
+        if missed is not None:
+            refuse_divergence(
+                self.parsed,
+                node,
+                "a barrier or shuffle in a loop whose count differs between threads",
+                missed,
+            )
         if inner and isinstance(node, ast.For):
             assert isinstance(node.target, ast.Name)
             self.varying.add(node.target.id)
@@ -150,6 +171,9 @@ def cut(parsed: ParsedFunction, uniformity: Uniformity, statements: list[ast.stm
         elif isinstance(node, ast.Assign | ast.Expr) and parsed.collective(node.value):
             flush()
             parts.append(Collective(node))
+        elif isinstance(node, ast.Assign) and is_promised(node) and _is_uniform_assignment(uniformity, node):
+            flush()
+            parts.append(Agreed(node) if uniformity.varies(node.value) else Scalar(node))
         elif _is_uniform_assignment(uniformity, node):
             # Moving it before the pending region keeps that region whole; safe when the region never names it.
             position = len(parts)
@@ -176,6 +200,45 @@ def _is_uniform_assignment(uniformity: Uniformity, node: ast.stmt) -> bool:
         return False
     target = node.targets[0]
     return isinstance(target, ast.Name) and target.id not in uniformity.varying
+
+
+def barrier_behind(parsed: ParsedFunction, parts: list[Part], name: str) -> tuple[Origin | None, bool | None]:
+    """The first barrier or shuffle that runs, or runs so often, as a uniform name decides.
+
+    With it goes what the name must be for the barrier to be reached, where it is that name alone that decides.
+    """
+    reached, size = {name}, 0
+    while size != len(reached):  # names that are computed from it decide for it
+        size = len(reached)
+        for part in in_order(parts):
+            if isinstance(part, Scalar | Agreed) and names_in([part.statement]) & reached:
+                reached |= stored_names([part.statement])
+    for part in in_order(parts):
+        if isinstance(part, Control):
+            header = part.statement
+            decides = header.iter if isinstance(header, ast.For) else header.test
+            found = parsed.first_collective([header])
+            if found is not None and names_in([decides]) & reached:
+                return origin_of(found), _wanted(header, found, name)
+    return None, None
+
+
+def _wanted(header: ast.stmt, found: ast.AST, name: str) -> bool | None:
+    if not isinstance(header, ast.If):
+        return None
+    test, wanted = header.test, any(found in walk(statement) for statement in header.body)
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, wanted = test.operand, not wanted
+    return wanted if isinstance(test, ast.Name) and test.id == name else None
+
+
+def in_order(parts: list[Part]) -> Iterator[Part]:
+    """Parts in program order, a control before its body."""
+    for part in parts:
+        yield part
+        if isinstance(part, Control):
+            yield from in_order(part.body)
+            yield from in_order(part.orelse)
 
 
 def names_in(nodes: Iterable[ast.AST]) -> set[str]:

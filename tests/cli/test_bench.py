@@ -181,7 +181,6 @@ def test_help_says_that_drafts_are_not_part_of_it(run):
         (("-r", "few"), "'-r'"),
         (("-o", "sql"), "'-o'"),
         (("--check", ""), "check level '' is unknown"),
-        (("--check", "off,trap", "--device", "cuda"), "check level trap is not built yet"),
         (("--check", "off,all"), "check level 'all' is unknown"),
         (("--device", "tpu"), "device 'tpu' is unknown"),
         (("--device-memory-limit", "lots"), "--device-memory-limit 'lots'"),

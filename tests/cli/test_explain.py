@@ -88,7 +88,7 @@ def test_run_prints_what_the_program_gives(run, code, text):
         (["nonsense"], "finding code 'nonsense' is unknown; known are RES001, RES002"),
         (["\x1b[2J"], "is unknown; known are"),
         (["--run"], "--run: name the codes"),
-        (["--run", "rac001", "mem001"], "--run: this version does not report RAC001 yet"),
+        (["--run", "res003", "mem001"], "--run: this version does not report RES003 yet"),
     ],
 )
 def test_what_cannot_be_explained_is_one_line_and_2(run, one_line, args, text):

@@ -54,16 +54,9 @@ def test_several_sequences_are_refused(generate, one_line):
     assert "-np/--parallel" in one_line(generate("-p", "a", "-np", "2"), 2)
 
 
-@pytest.mark.parametrize(
-    ("args", "seen"),
-    [
-        (["--fast"], "fast=True"),
-        (["--check", "trap", "--device", "cuda"], "trap"),
-    ],
-)
-def test_what_the_engine_has_not_built_is_refused_by_the_engine(generate, one_line, args, seen):
-    line = one_line(generate("-p", "a", *args), 2)
-    assert seen in line
+def test_what_the_engine_has_not_built_is_refused_by_the_engine(generate, one_line):
+    line = one_line(generate("-p", "a", "--fast"), 2)
+    assert "fast=True" in line
     assert "not built yet" in line
 
 

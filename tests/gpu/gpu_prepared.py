@@ -26,9 +26,9 @@ def folder() -> Path | None:
     return Path(named) if named else None
 
 
-def image_file(place: Path, kernel: Kernel) -> Path:
+def image_file(place: Path, kernel: Kernel, *, checked: bool = False) -> Path:
     """Where a kernel's image is."""
-    return place / "images" / f"{kernel.name}.cuda"
+    return place / "images" / f"{kernel.name}{'.checked' if checked else ''}.cuda"
 
 
 def use() -> None:
@@ -38,9 +38,9 @@ def use() -> None:
         return
     usual = cuda_image.image_path
 
-    def image_path(kernel: Kernel, capability: tuple[int, int]) -> Path:
-        prepared = image_file(place, kernel)
-        return prepared if prepared.exists() else usual(kernel, capability)
+    def image_path(kernel: Kernel, capability: tuple[int, int], *, checked: bool = False) -> Path:
+        prepared = image_file(place, kernel, checked=checked)
+        return prepared if prepared.exists() else usual(kernel, capability, checked=checked)
 
     cuda_image.image_path = image_path
 

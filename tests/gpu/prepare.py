@@ -1,14 +1,18 @@
 """Make a folder with which tests/gpu/run.py needs no compiler and no host results. No GPU is needed for it.
 
-usage: python tests/gpu/prepare.py FOLDER [images | kernels | models | FILE.gguf] ...
+usage: python tests/gpu/prepare.py FOLDER [images | kernels | models | faults | checked | FILE.gguf] ...
 
 ``images``: every kernel for compute capability 9.0. ``kernels``: the host's outputs of every case. ``models``: images
-and host results of the small models. A file: images of what a benchmark of it launches. Without any: the first three.
+and host results of the small models. ``faults``: images of the planted faults' kernels, plain and checked, and what the
+host finds of them. ``checked``: the checked form of every kernel, of what is timed at large sizes, and of the small
+models; prints how long each takes and its registers. A file: images of what a benchmark of it launches. Without any:
+the first three.
 Then, with the GPU: PREPARED=FOLDER python tests/gpu/run.py
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -19,28 +23,38 @@ sys.path += [str(ROOT / "tests" / "support"), str(ROOT)]
 
 import gpu_kernels
 import gpu_models
+import gpu_trap
 import numpy as np
 from engines import DATA
 from fake_cuda import FakeDriver, fake_image
 from gpu_prepared import image_file
 from kernel_cases import cases
+from planted_faults import PLANTED
 
 import refengine
+from instrumentation.allocator import Allocator
 from instrumentation.devices.cuda import CudaDevice
+from instrumentation.findings import FindingLog
 from instrumentation.kernel import Kernel, cuda_image
+from instrumentation.levels import Level
 from refengine.batch import Batch
 from refengine.kernels import all_kernels
 
 CAPABILITY = (9, 0)
 
 
-def write_image(place: Path, kernel: Kernel) -> None:
+def write_image(place: Path, kernel: Kernel, *, checked: bool = False) -> None:
     """Compile a kernel unless its image is there."""
-    file = image_file(place, kernel)
+    file = image_file(place, kernel, checked=checked)
     if not file.exists():
+        started = time.perf_counter()
         file.parent.mkdir(parents=True, exist_ok=True)
-        image = cuda_image.build_image(kernel.name, kernel.ptx(CAPABILITY), CAPABILITY)
+        ptx = kernel.ptx(CAPABILITY, checked=checked)
+        image = cuda_image.build_image(kernel.name, ptx, CAPABILITY)
         cuda_image._write(file, image)
+        if checked:
+            seconds = time.perf_counter() - started
+            print(f"{kernel.name}: {seconds:.1f} s, PTX {len(ptx):,}, image {len(image.data):,}", flush=True)
 
 
 class Recorder(FakeDriver):
@@ -54,15 +68,17 @@ class Recorder(FakeDriver):
         pass
 
 
-def launched(model: Path, batches: list[tuple[int, int, Any, int]], **options: Any) -> list[Kernel]:
+def launched(
+    model: Path, batches: list[tuple[int, int, Any, int]], levels: tuple[str, ...] = ("off", "guard"), **options: Any
+) -> list[Kernel]:
     """Kernels of decodes: (position, tokens, wanted rows, candidates) of each, in order."""
     found: dict[str, Kernel] = {}
 
-    def compiled(kernel: Kernel, capability: tuple[int, int]) -> Any:
+    def compiled(kernel: Kernel, capability: tuple[int, int], *, checked: bool = False) -> Any:
         found[kernel.name] = kernel
-        return fake_image(kernel, capability)
+        return fake_image(kernel, capability, checked=checked)
 
-    for check in ("off", "guard"):
+    for check in levels:
         device = CudaDevice(driver=Recorder(total=1 << 34), compile_kernel=compiled)
         with (
             refengine.load(model, device=device, check=check, **options) as engine,
@@ -75,20 +91,25 @@ def launched(model: Path, batches: list[tuple[int, int, Any, int]], **options: A
     return list(found.values())
 
 
+def model_kernels(name: str) -> list[Kernel]:
+    """What a small model launches, without drafts."""
+    with np.load(DATA / f"{name}.npz") as recorded:
+        n = len(recorded["tokens"])
+    one = [
+        (0, n, "all", 0),
+        (0, n, "last", 0),
+        *((n + i, 1, "last", k) for i, k in enumerate((0, 1, 16))),
+    ]
+    more = [(0, n, "last", 1), (0, n, "last", 16)]
+    return launched(DATA / f"{name}.gguf", one + more, **gpu_models.OPTIONS)
+
+
 def prepare_models(place: Path) -> None:
     """The small models; images of those without drafts, which launch little else."""
     arrays = {}
     for name, options in gpu_models.MODELS:
-        with np.load(DATA / f"{name}.npz") as recorded:
-            n = len(recorded["tokens"])
-        one = [
-            (0, n, "all", 0),
-            (0, n, "last", 0),
-            *((n + i, 1, "last", k) for i, k in enumerate((0, 1, 16))),
-        ]
-        more = [(0, n, "last", 1), (0, n, "last", 16)]
         if not options:
-            for kernel in launched(DATA / f"{name}.gguf", one + more, **gpu_models.OPTIONS):
+            for kernel in model_kernels(name):
                 write_image(place, kernel)
         label = gpu_models.label_of(name, options)
         logits, made, _, _, chosen = gpu_models.results(name, "host", **options)
@@ -110,6 +131,48 @@ def prepare_kernels(place: Path) -> None:
     np.savez_compressed(place / "kernels.npz", **arrays)
 
 
+def prepare_faults(place: Path) -> None:
+    """Planted faults: images, and the host's findings."""
+    for kernel in {fault.kernel.name: fault.kernel for fault in PLANTED}.values():
+        for checked in (False, True):
+            write_image(place, kernel, checked=checked)
+    write_image(place, gpu_trap.wait_long, checked=True)
+    (place / "faults.json").write_text(json.dumps(gpu_trap.host_facts()))
+
+
+def large_products() -> list[Kernel]:
+    """Kernels of the products that are timed at large sizes."""
+    found: dict[str, Kernel] = {}
+
+    def compiled(kernel: Kernel, capability: tuple[int, int], *, checked: bool = False) -> Any:
+        found[kernel.name] = kernel
+        return fake_image(kernel, capability, checked=checked)
+
+    device = CudaDevice(driver=Recorder(total=1 << 34), compile_kernel=compiled)
+    allocator = Allocator(device, level=Level.OFF, findings=FindingLog())
+    stream = device.create_stream(owner=gpu_trap.OWNER, name="products")
+    for kind in gpu_trap.PRODUCT_TYPES:
+        for n_out, n_in in gpu_trap.PRODUCT_SHAPES:
+            for n_rows in gpu_trap.PRODUCT_ROWS:
+                place = gpu_trap.Place(device, allocator, stream)
+                gpu_trap.measure(place, kind, n_out, n_in, n_rows, None)
+    return list(found.values())
+
+
+def prepare_checked(place: Path) -> None:
+    """Checked forms, and the plain ones that are timed beside them."""
+    for kernel in all_kernels():
+        write_image(place, kernel, checked=True)
+    large = [made for _, made, _, _ in gpu_trap.large_launches()]
+    for kernel in [*large, *large_products()]:
+        for checked in (False, True):
+            write_image(place, kernel, checked=checked)
+    for name in gpu_models.PREPARED_MODELS:
+        for kernel in model_kernels(name):
+            for checked in (False, True):
+                write_image(place, kernel, checked=checked)
+
+
 def main(given: list[str]) -> int:
     """Make what is asked for."""
     if not given or given[0].startswith("-"):
@@ -126,6 +189,10 @@ def main(given: list[str]) -> int:
             prepare_kernels(place)
         elif what == "models":
             prepare_models(place)
+        elif what == "faults":
+            prepare_faults(place)
+        elif what == "checked":
+            prepare_checked(place)
         else:
             shapes = [(0, 512, "last", 0), (512, 1, "last", 1), (0, 1, "last", 1), (1, 1, "last", 0)]
             for kernel in launched(Path(what), shapes, n_ctx=1024):

@@ -27,6 +27,7 @@ import gpu_costs
 import gpu_kernels
 import gpu_models
 import gpu_prepared
+import gpu_trap
 from gpu_report import Report
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
     "models": gpu_models.models,
     "memory": gpu_models.memory,
     "kernels": gpu_kernels.kernels,
+    "trap-faults": gpu_trap.faults,
+    "trap-kernels": gpu_trap.kernels,
+    "trap-large": gpu_trap.large,
+    "trap-models": gpu_trap.models,
 }
 
 

@@ -44,7 +44,7 @@ class TestWhatIsReported:
         assert constructed(tree) == {"MEM001", "MEM002", "STR001"}
 
     def test_status(self):
-        assert status("RAC001") == "This version does not report it yet."
+        assert status("RES003") == "This version does not report it yet."
         assert status("MEM002") == ""
 
     def test_status_of_what_is_reported_in_part(self, monkeypatch):

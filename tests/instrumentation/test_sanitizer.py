@@ -239,6 +239,32 @@ class TestMemory:
         assert san.findings == []
 
 
+@cuda.jit
+def half_waits(x):
+    """A barrier for half of the block."""
+    i = cuda.threadIdx.x
+    if i < 16:
+        cuda.syncthreads()
+    x[i] = i
+
+
+class TestBarriers:
+    @pytest.mark.parametrize("keep_going", [False, True])
+    def test_one_that_part_of_a_block_reaches_is_a_finding(self, keep_going):
+        with opened(keep_going=keep_going) as san:
+            x = san.array(np.zeros(32, np.float32))
+            half = san.kernel(half_waits, block=32)
+            if keep_going:
+                assert not san.launch(half, 1, san.stream(), x=x)
+            else:
+                with pytest.raises(KernelDialectError, match="branch that differs between threads, at line"):
+                    san.launch(half, 1, san.stream(), x=x)
+        assert codes(san) == ["SYN001"]
+        (finding,) = san.findings
+        assert finding.source.line + 1 == finding.previous[0].line
+        assert finding.source.file == __file__
+
+
 class TestEnd:
     def test_closing_twice_reports_once(self):
         file = io.StringIO()

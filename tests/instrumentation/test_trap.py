@@ -9,60 +9,13 @@ import planted_kernels
 import pytest
 from planted_faults import PLANTED, N
 from planted_kernels import line_at, selecting, shifted
+from trap_world import TARGET, World
 
 from instrumentation.allocator import Allocator
 from instrumentation.devices.host import HostDevice
 from instrumentation.errors import BadInputError, FindingError, OutOfMemoryError
-from instrumentation.findings import FindingLog
 from instrumentation.levels import Level
-from instrumentation.ownership import Owner
 from instrumentation.reports.text import render
-
-TARGET = Owner("target")
-
-
-class World:
-    """A host device at level trap."""
-
-    def __init__(self, threads=1, level=Level.TRAP, **options):
-        self.findings = FindingLog()
-        self.device = HostDevice(threads)
-        self.allocator = Allocator(self.device, level=level, findings=self.findings, **options)
-        self.device.watch(self.allocator)
-        self.stream = self.device.create_stream(owner=TARGET, name="target.0")
-        self.arena = self.allocator.reserve_arena(1 << 18, owner=TARGET, name="arena").unwrap()
-
-    def array(self, name, value, arena=None):
-        """A view of what ``planted_faults`` says of an array."""
-        written = None
-        if isinstance(value, tuple):
-            value, written = value if isinstance(value[0], np.ndarray) else (np.empty(value[1], value[0]), 0)
-        nbytes = max(1, value.nbytes)
-        buffer = (arena or self.arena).reserve(nbytes, owner=TARGET, name=name).unwrap()
-        raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8)[:written]
-        if raw.nbytes:
-            self.stream.copy_in(buffer.view("uint8", raw.nbytes), raw)
-        return buffer.view(value.dtype, value.shape)
-
-    def bind(self, arguments):
-        arrays = (np.ndarray, tuple)
-        return {
-            name: self.array(name, value) if isinstance(value, arrays) else value
-            for name, value in arguments.items()
-        }
-
-    def launch(self, kernel, grid, arguments):
-        """Finish a launch; what was found, in the order of the source."""
-        self.stream.launch(kernel, grid, self.bind(arguments))
-        self.stream.synchronize()
-        return self.findings.list()
-
-    def read(self, view):
-        array = np.empty(view.shape, view.dtype)
-        self.stream.copy_out(array, view)
-        self.stream.synchronize()
-        return array
-
 
 @pytest.fixture
 def world():

@@ -358,7 +358,6 @@ def test_an_open_device_serves_all_levels():
         ({"n_prompt": [0], "n_gen": [0, 0]}, "nothing to measure"),
         ({"repetitions": 0}, "repetitions is 0; give 1 or more"),
         ({"levels": []}, "no check level"),
-        ({"levels": ["off", "trap"], "device": "cuda"}, "check level trap is not built yet for device cuda"),
         ({"levels": ["off", "most"]}, "check level 'most' is unknown"),
         ({"spec_type": "draft-mtp"}, "spec_type draft-mtp: plain decoding is measured"),
         ({"n_prompt": [32769]}, "test pp32769 has 32769 tokens; the model was trained for at most 32768"),

@@ -67,6 +67,21 @@ def test_bits_are_those_of_the_host_device(name, options, graphs, check):
     assert (driver.events, driver.graphs) == (set(), [])
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize(
+    ("name", "options"), [("llama", {}), pytest.param("qwen35", DRAFTS, marks=pytest.mark.slow)]
+)
+def test_bits_are_the_same_at_level_trap(name, options, graphs):
+    device = fake_device()
+    found, tokens = results(name, device, check="trap", cuda_graphs=graphs, **options)
+    wanted, wanted_tokens = host_results(name, tuple(options.items()))
+    assert tokens == wanted_tokens
+    assert all(same_bits(a, b) for a, b in zip(found, wanted, strict=True))
+    # Every launch had a report, and few had to: rooms go from one to the next.
+    reports = [name for _, name, _ in device.context.account.rows if name == "reports of checked launches"]
+    assert len(device.context.driver.memory) == 1 + len(reports)
+
+
 @pytest.mark.parametrize(("name", "options"), [("llama", {}), ("qwen35", DRAFTS)])
 def test_fault_sites_are_those_of_the_host_device(name, options, monkeypatch):
     monkeypatch.setattr(HostDevice, "wide_loads", True)  # the same graphs and kernels

@@ -21,6 +21,9 @@ from instrumentation.devices.cuda import CudaDevice
 from instrumentation.devices.cuda_context import parameter_sizes
 from instrumentation.devices.cuda_driver import STICKY, DriverCallError
 from instrumentation.devices.host_driver import NO_RANGES, RECORD, run_launches
+from instrumentation.kernel import HostOptions
+from instrumentation.kernel.checked_report import REPORT_WORDS
+from instrumentation.kernel.checked_report_cuda import DEVICE_REPORT_WORDS, FLAG_WORDS, add_from_the_host
 from instrumentation.kernel.cuda_image import CudaImage
 
 if TYPE_CHECKING:
@@ -29,14 +32,31 @@ if TYPE_CHECKING:
     from instrumentation.kernel import Kernel
 
 CONTEXT = 0xC0
-_kernels: dict[bytes, Kernel] = {}
+_functions: dict[bytes, FakeFunction] = {}
 
 
-def fake_image(kernel: Kernel, compute_capability: tuple[int, int]) -> CudaImage:
+class FakeFunction:
+    """A loaded kernel, or its checked form."""
+
+    def __init__(self, kernel: Kernel, *, checked: bool) -> None:
+        self.kernel = kernel
+        self.name = kernel.name
+        self.block = kernel.block
+        self.checked = checked
+
+    @property
+    def address(self) -> int:
+        """Of its host lowering."""
+        return self.kernel.host(HostOptions(checked=self.checked)).address
+
+
+def fake_image(
+    kernel: Kernel, compute_capability: tuple[int, int], *, checked: bool = False
+) -> CudaImage:
     """What the fake driver loads a kernel from."""
-    key = f"{kernel.name} {id(kernel):#x} {compute_capability}".encode()
-    _kernels[key] = kernel
-    return CudaImage("ptx", kernel.name, parameter_sizes(kernel), key)
+    key = f"{kernel.name} {id(kernel):#x} {compute_capability} {checked}".encode()
+    _functions[key] = FakeFunction(kernel, checked=checked)
+    return CudaImage("ptx", kernel.name, parameter_sizes(kernel, checked=checked), key)
 
 
 def fake_device(**settings: Any) -> CudaDevice:
@@ -64,12 +84,29 @@ class FakeEvent:
 
 
 class FakeLaunch:
-    """A kernel with its arguments as the host lowering takes them."""
+    """A kernel with its arguments as the host lowering takes them; a checked one's report lies on the host."""
 
-    def __init__(self, kernel: Kernel, slots: list[int], blocks: int) -> None:
-        self.kernel = kernel
+    def __init__(self, function: FakeFunction, slots: list[int], blocks: int) -> None:
+        self.name = function.name
         self.block = np.array(slots, np.int64)
-        self.record = (kernel.host().address, self.block.ctypes.data, blocks, 0, 0, 0)
+        self.record = (function.address, self.block.ctypes.data, blocks, 0, 0, 0)
+        self.report = np.zeros(REPORT_WORDS, np.int64)
+        #: address of the report that the GPU would write
+        self.reported = 0
+        if function.checked:
+            n_arrays = sum(isinstance(kind, nb.Array) for kind in function.kernel.signature.values())
+            self.reported = slots[-1 - n_arrays]
+            self.block[-1 - n_arrays] = self.report.ctypes.data
+
+    def tell(self) -> None:
+        """Put what the host's code found where a GPU's would have put it."""
+        if self.report[0]:
+            words = np.frombuffer(
+                (ctypes.c_int64 * DEVICE_REPORT_WORDS).from_address(self.reported - 8 * FLAG_WORDS), np.int64
+            )
+            add_from_the_host(words[FLAG_WORDS:], self.report)
+            ctypes.c_int32.from_address(int(words[0])).value = 1
+            self.report[:] = 0
 
 
 class FakeDriver:
@@ -261,9 +298,9 @@ class FakeDriver:
     def load(self, image: bytes, entry: str) -> Any:
         self._enter("load")
         self._not_while_capturing("load")
-        kernel = _kernels[image]
-        assert entry == kernel.name
-        return kernel
+        function = _functions[image]
+        assert entry == function.name
+        return function
 
     def launch(
         self,
@@ -325,11 +362,13 @@ class FakeDriver:
         if self.lost is not None:
             return
         for launch in launches:
-            if launch.kernel.name in self.broken:
-                self.lost = f"CUDA_ERROR_{self.broken[launch.kernel.name]}"
+            if launch.name in self.broken:
+                self.lost = f"CUDA_ERROR_{self.broken[launch.name]}"
                 return
         records = np.array([launch.record for launch in launches], np.int64).reshape(-1, RECORD)
         run_launches(records, 0, len(launches), 1, NO_RANGES)
+        for launch in launches:
+            launch.tell()
 
 
 def _nothing() -> None:
@@ -350,13 +389,16 @@ def _require_inside(blocks: dict[int, Any], address: int, nbytes: int, what: str
     raise AssertionError(f"{what}, {nbytes} bytes at {address:#x}, is not inside an allocation of its kind")
 
 
-def _host_slots(kernel: Kernel, parameters: int) -> list[int]:
+def _host_slots(function: FakeFunction, parameters: int) -> list[int]:
     """Arguments of the host lowering, from parameters as Numba's CUDA target has them."""
-    sizes = parameter_sizes(kernel)
+    signature = function.kernel.signature
+    sizes = parameter_sizes(function.kernel, checked=function.checked)
     table = (ctypes.c_int64 * len(sizes)).from_address(parameters)
     values = itertools.starmap(_read, zip(table, sizes, strict=True))
+    if function.checked:
+        return list(values)  # in the same order
     slots: list[int] = []
-    for name, kind in kernel.signature.items():
+    for name, kind in signature.items():
         if not isinstance(kind, nb.Array):
             slots.append(next(values))
             continue

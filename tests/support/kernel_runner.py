@@ -11,6 +11,7 @@ from numba.core import types as nb
 
 from instrumentation.devices.host_driver import NO_RANGES, run_launches
 from instrumentation.kernel import HostOptions, Kernel
+from instrumentation.kernel.checked_races import tables
 from instrumentation.kernel.checked_report import REPORT_WORDS, read_records
 
 #: plain; poisoned shared and local arrays; and reversed lanes too: a correct kernel gives the same bits in each.
@@ -73,7 +74,7 @@ def run(
             slots.append(int(np.array(argument, str(kind)).astype(np.int64)))
     report = np.zeros(REPORT_WORDS, np.int64)
     if options.checked:
-        slots += [report.ctypes.data, *[0] * len(guarded)]
+        slots += [report.ctypes.data, *[0] * len(guarded), tables()]
     block = np.array(slots, np.int64)
     entry = kernel.host(options).address
     blocks = prod(shape)

@@ -201,12 +201,12 @@ def _uniform() -> list[Planted]:
         "limit": np.array([32, 32], np.int32), "x": np.ones(32, np.uint16), "y": np.zeros(32, np.uint8), "at": 0
     }  # fmt: skip
     return [
-        Planted("what a block loads once", limited, good, {"at": 1}, {}, ("MEM010",), "limit", ("uniform",),
-                says="index 2 of axis 0", thread=(0, 0, 0)),
+        Planted("what a block loads once", limited, good, {"at": 2}, {}, ("MEM010",), "limit", ("uniform",),
+                1, says="index 2 of axis 0", thread=(0, 0, 0)),
         Planted("a condition of a loop", limited, good | {"y": np.zeros(64, np.uint8)},
-                {"limit": np.array([32, 33], np.int32)}, {}, ("MEM010",), "x", ("while",), says="index 32"),
+                {"limit": np.array([33, 32], np.int32)}, {}, ("MEM010",), "x", ("while",), 1, says="index 32"),
         Planted("single bytes", limited, good | {"x": np.ones(64, np.uint16)},
-                {"limit": np.array([32, 33], np.int32)}, {}, ("MEM011",), "y", ("bytes",), says="index 32"),
+                {"limit": np.array([33, 32], np.int32)}, {}, ("MEM011",), "y", ("bytes",), 1, says="index 32"),
     ]  # fmt: skip
 
 

@@ -164,10 +164,10 @@ def five_axes(y: f32_1d, k: u64, m: i32) -> None:
     deep = cuda.shared.array((2, 2, 2, 2, 3), float32)
     flags = cuda.local.array(2, boolean)
     t = cuda.threadIdx.x
-    flags[t < 32] = t == 0
+    flags[int32(t < 32)] = t == 0
     if t == 0:
         deep[0, 1, 0, 1, m] = float32(1)  # at: five axes
-    if flags[k]:  # at: flag
+    if flags[k] and t == 0:  # at: flag
         y[k] = float32(1)  # at: unsigned
 
 

@@ -140,7 +140,7 @@ def test_entries_that_are_not_understood_are_refused(ptx, reason):
 def test_a_kernel_with_other_parameters_than_are_passed_is_not_loaded():
     device = fake_device()
     compiled = device.context._compile
-    device.context._compile = lambda kernel, cc: cuda_image.CudaImage(
+    device.context._compile = lambda kernel, cc, **_form: cuda_image.CudaImage(
         "ptx", kernel.name, (*parameter_sizes(kernel), 8), compiled(kernel, cc).data
     )
     with pytest.raises(DeviceError, match=r"increment: its compiled form takes parameters of .* bytes"):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import os
 import re
+from dataclasses import replace
 
 import pytest
+from fewer_barriers import without_a_barrier
 from kernel_cases import cases, distance
 from kernel_runner import run
 
@@ -96,10 +98,14 @@ def test_orders_of_threads_are_tried_on_every_format_in_both_forms():
 
 
 def checked_cases():
-    """The first kernel of each template, whose accesses are written once; all of them in a deep run."""
+    """The first kernel of each template with each shape of blocks, whose accesses are written once; all in a deep run.
+
+    In a block of several warps others meet than in a block of one.
+    """
     if os.environ.get("HYPOTHESIS_PROFILE") == "deep":
         return CASES
-    return list({case.kernel.function.__qualname__: case for case in reversed(CASES)}.values())
+    kinds = {(case.kernel.function.__qualname__, case.kernel.block): case for case in reversed(CASES)}
+    return list(kinds.values())
 
 
 @pytest.mark.slow
@@ -107,6 +113,18 @@ def checked_cases():
 def test_a_checked_kernel_gives_the_same_bits_and_reports_nothing(case):
     plain, checked = (outputs(case, HostOptions(checked=checked)) for checked in (False, True))
     assert {n: v.tobytes() for n, v in checked.items()} == {n: v.tobytes() for n, v in plain.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["best_of_chunks_16", "best_of_rows_16", "gated_delta_16_w4"])
+def test_without_any_one_of_its_barriers_a_kernel_races(name):
+    """So that nothing is found in these kernels says something."""
+    [case] = [case for case in CASES if case.kernel.name == name]
+    barriers = list(without_a_barrier(case.kernel))
+    assert len(barriers) >= 3
+    for kernel in barriers:
+        with pytest.raises(AssertionError, match="kind=3"):
+            outputs(replace(case, kernel=kernel), HostOptions(checked=True))
 
 
 def test_no_kernel_is_left_out():

@@ -1,0 +1,401 @@
+"""What generated CUDA code calls where every access is checked: ``checked_runtime`` for a GPU.
+
+An access asks as little as it can before it is made, and what it reports is written out of line: it is one call on a
+path that is never taken, which says to the compiler that it changes no memory of the kernel's, so that loads on both
+sides of it are still one. Pointers have address spaces: parameters lie in global memory.
+
+Imported when a checked kernel is compiled for the first time: ``numba.cuda``'s extension layer takes time.
+"""
+
+# ruff: noqa: ARG001 - Numba reads the number of an intrinsic's arguments from its signature
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.errors import TypingError
+from numba.cuda import nvvmutils
+from numba.cuda.datamodel import PrimitiveModel
+from numba.cuda.extending import _intrinsic, intrinsic, register_model
+
+from instrumentation.kernel import checked_runtime
+from instrumentation.kernel.checked_report import (
+    CHAIN_BITS,
+    OUTSIDE,
+    UNWRITTEN,
+    USED_AFTER_FREE,
+    key_of,
+)
+from instrumentation.kernel.checked_report_cuda import record
+from instrumentation.kernel.checked_runtime import FREED, NEVER, WRITTEN
+from instrumentation.kernel.host_runtime import KINDS, mark, read_element, want_atomic, want_integer, write_element
+
+GENERIC, GLOBAL, SHARED = 0, 1, 3
+_ALLOWED = 1 << CHAIN_BITS
+_I1, _I8, _I64 = ir.IntType(1), ir.IntType(8), ir.IntType(64)
+_KINDS = (*KINDS, "shadow")
+
+
+class Address(types.Type):  # type: ignore[misc]
+    """Where elements of a number type lie, in one of a GPU's address spaces."""
+
+    def __init__(self, dtype: Any, space: int) -> None:
+        self.dtype = dtype
+        self.space = space
+        super().__init__(name=f"address({dtype}, {space})")
+
+
+@register_model(Address)
+class _AddressModel(PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Address) -> None:
+        item = manager.lookup(kind.dtype).get_data_type()
+        super().__init__(manager, kind, item.as_pointer(kind.space))
+
+
+def _word(value: int) -> Any:
+    return ir.Constant(_I64, value)
+
+
+called = intrinsic(checked_runtime.called._defn)  # noqa: SLF001 - typed and written as on the host
+unwritten_allowed = intrinsic(checked_runtime.unwritten_allowed._defn)  # noqa: SLF001
+
+
+@intrinsic
+def global_array(_typing: Any, address: Any, element: Any) -> Any:
+    """An array of a parameter, from its address."""
+    result = Address(element.instance_type, GLOBAL)
+    signature = result(types.int64, element)
+
+    def generate(context: Any, builder: Any, _sig: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], context.get_value_type(result))
+
+    return signature, generate
+
+
+@_intrinsic(target="cuda", prefer_literal=True)
+def shared_array(_typing: Any, element: Any, length: Any) -> Any:
+    """Storage that a block's threads share; ``length`` is a literal."""
+    if not isinstance(length, types.IntegerLiteral):
+        return None
+    result = Address(element.instance_type, SHARED)
+    signature = result(element, length)
+
+    def generate(context: Any, builder: Any, _sig: Any, _values: Any) -> Any:
+        item = context.get_data_type(result.dtype)
+        kind = ir.ArrayType(item, length.literal_value)
+        module, number = builder.module, 0
+        # NVVM takes no dots in names, which are what makes names differ elsewhere.
+        while f"refengine_shared_{number}" in module.globals:
+            number += 1
+        storage = ir.GlobalVariable(module, kind, f"refengine_shared_{number}", SHARED)
+        storage.align = 16
+        storage.initializer = ir.Constant(kind, ir.Undefined)
+        return builder.bitcast(storage, item.as_pointer(SHARED))
+
+    return signature, generate
+
+
+@_intrinsic(target="cuda", prefer_literal=True)
+def local_array(_typing: Any, element: Any, length: Any) -> Any:
+    """Storage of one thread; ``length`` is a literal."""
+    if not isinstance(length, types.IntegerLiteral):
+        return None
+    result = Address(element.instance_type, GENERIC)
+    signature = result(element, length)
+
+    def generate(context: Any, builder: Any, _sig: Any, _values: Any) -> Any:
+        item = context.get_data_type(result.dtype)
+        storage = cgutils.alloca_once(builder, ir.ArrayType(item, length.literal_value))
+        return builder.bitcast(storage, item.as_pointer())
+
+    return signature, generate
+
+
+@intrinsic
+def forget(_typing: Any, shadow: Any, index: Any) -> Any:
+    """Say of one element of a shadow that nothing wrote it."""
+    signature = types.void(shadow, types.int64)
+
+    def generate(context: Any, builder: Any, _sig: Any, values: Any) -> Any:
+        place = builder.gep(values[0], [values[1]], inbounds=True)
+        mark(builder, builder.store(ir.Constant(_I8, NEVER), place), "shadow", _KINDS)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+class _Access:
+    """One checked access while its code is written."""
+
+    def __init__(self, context: Any, builder: Any, kind: str, sig: Any, values: Any) -> None:
+        self.context = context
+        self.builder = builder
+        self.kind = kind
+        self.item = sig.args[0].dtype
+        self.pointer, indices, extents, self.shadow, self.site, self.where = values[:6]
+        self.own_shadow = isinstance(sig.args[3], Address)
+        self.indices = self._numbers(indices, sig.args[1])
+        self.extents = self._numbers(extents, sig.args[2])
+
+    def _numbers(self, group: Any, kinds: Any) -> list[Any]:
+        return [
+            self.context.cast(self.builder, self.builder.extract_value(group, i), kind, types.int64)
+            for i, kind in enumerate(kinds)
+        ]
+
+    def record(self, kind: Any) -> Any:
+        """Report this access; returns its kind."""
+        builder = self.builder
+        report, chain = (builder.extract_value(self.where, i) for i in range(2))
+        key = builder.add(key_of(builder, chain, self.site, OUTSIDE), kind)
+        return record(builder, report, key, kind, self.indices, self.extents)
+
+    def inside(self) -> Any:
+        """Whether every index is one of its axis; a negative one is none, and a very large number unsigned."""
+        result = ir.Constant(_I1, 1)
+        for index, extent in zip(self.indices, self.extents, strict=True):
+            result = self.builder.and_(result, self.builder.icmp_unsigned("<", index, extent))
+        return result
+
+    def element(self) -> tuple[Any, Any]:
+        """Address of the element, and its number."""
+        builder, number = self.builder, self.indices[0]
+        for index, extent in zip(self.indices[1:], self.extents[1:], strict=True):
+            number = builder.add(builder.mul(number, extent), index)
+        return builder.gep(self.pointer, [number]), number
+
+    def shadow_of(self, place: Any, number: Any) -> tuple[Any, int]:
+        """Address of an element's shadow as one integer, and its bytes."""
+        builder = self.builder
+        if self.own_shadow:
+            return builder.gep(self.shadow, [number], inbounds=True), 1
+        size = self.context.get_abi_sizeof(self.context.get_data_type(self.item))
+        address = builder.add(builder.ptrtoint(place, _I64), self.shadow)
+        return builder.inttoptr(address, ir.IntType(8 * size).as_pointer(GLOBAL)), size
+
+    def make(self, made: Any, *, reads: bool, writes: bool, nothing: Any = None) -> Any:
+        """The access: ``made(place)`` where it may be made, else ``nothing``."""
+        builder = self.builder
+        function = builder.function
+        outside, inside, done = (function.append_basic_block(n) for n in ("outside", "inside", "done"))
+        entry = builder.block
+        place, number = self.element()
+        builder.cbranch(self.inside(), inside, outside).set_weights([1 << 20, 1])
+        builder.position_at_end(outside)
+        kind = builder.phi(_I64)
+        kind.add_incoming(_word(OUTSIDE), entry)
+        builder.position_at_end(inside)
+        reported = self.own_shadow or self.kind != "lane"  # an own array without room for a shadow has none
+        if reported:
+            ready = function.append_basic_block("ready")
+            if not self.own_shadow:
+                shadowed = function.append_basic_block("shadowed")
+                builder.cbranch(builder.icmp_unsigned("!=", self.shadow, _word(0)), shadowed, ready)
+                builder.position_at_end(shadowed)
+            self._shadowed(place, number, (kind, outside), reads=reads, writes=writes)
+            builder.branch(ready)
+            builder.position_at_end(outside)
+            made_all_the_same = builder.icmp_unsigned("==", self.record(kind), _word(UNWRITTEN))
+            builder.cbranch(made_all_the_same, ready, done)
+            builder.position_at_end(ready)
+        else:
+            builder.position_at_end(outside)
+            self.record(kind)
+            builder.branch(done)
+            builder.position_at_end(inside)
+        value = made(place)
+        values = [(value, builder.block), (nothing, outside)]
+        builder.branch(done)
+        builder.position_at_end(done)
+        if nothing is None:
+            return self.context.get_dummy_value()
+        result = builder.phi(nothing.type)
+        for each, block in values:
+            result.add_incoming(each, block)
+        return result
+
+    def _shadowed(self, place: Any, number: Any, report: tuple[Any, Any], *, reads: bool, writes: bool) -> None:
+        """Look at the shadow and change it; ``report``: its kind, and where it is made."""
+        builder = self.builder
+        kind, outside = report
+        shadow, size = self.shadow_of(place, number)
+        state_type = ir.IntType(8 * size)
+        written = ir.Constant(state_type, int.from_bytes([WRITTEN] * size, "little"))
+        may_be_freed = not self.own_shadow
+        if reads or may_be_freed:
+            state = builder.load(shadow, align=size)
+            mark(builder, state, "shadow", _KINDS)
+            mask = ir.Constant(state_type, int.from_bytes([FREED] * size, "little"))
+            none = ir.Constant(state_type, 0)
+            odd, usable = (builder.function.append_basic_block(n) for n in ("odd", "usable"))
+            fine = (
+                builder.icmp_unsigned("==", state, written)
+                if reads
+                else builder.icmp_unsigned("==", builder.and_(state, mask), none)
+            )
+            builder.cbranch(fine, usable, odd).set_weights([1 << 20, 1])
+            builder.position_at_end(odd)
+            if reads:
+                freed = builder.icmp_unsigned("!=", builder.and_(state, mask), none)
+                unsaid = builder.icmp_unsigned(
+                    "==", builder.and_(builder.extract_value(self.where, 1), _word(_ALLOWED)), _word(0)
+                )
+                which = builder.select(freed, _word(USED_AFTER_FREE), _word(UNWRITTEN))
+                builder.cbranch(builder.or_(freed, unsaid), outside, usable)
+            else:
+                which = _word(USED_AFTER_FREE)
+                builder.branch(outside)
+            kind.add_incoming(which, odd)
+            builder.position_at_end(usable)
+        if writes:
+            mark(builder, builder.store(written, shadow, align=size), "shadow", _KINDS)
+
+
+def _terms(pointer: Any, indices: Any, extents: Any, shadow: Any, where: Any) -> tuple[Any, ...]:
+    """Types of what every checked access takes."""
+    for index in indices:
+        want_integer(index)
+    if not isinstance(shadow, Address | types.Integer):
+        raise TypingError(f"a shadow of type {shadow}")
+    return (pointer, indices, extents, shadow, types.int64, where)
+
+
+def _checked(kind: str) -> tuple[Any, Any]:
+    @intrinsic
+    def load(_typing: Any, pointer: Any, indices: Any, extents: Any, shadow: Any, site: Any, where: Any) -> Any:
+        signature = pointer.dtype(*_terms(pointer, indices, extents, shadow, where))
+
+        def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+            access = _Access(context, builder, kind, sig, values)
+            nothing = ir.Constant(context.get_value_type(access.item), 0)
+            return access.make(
+                lambda place: read_element(builder, place, access.item, kind, _KINDS),
+                reads=True,
+                writes=False,
+                nothing=nothing,
+            )
+
+        return signature, generate
+
+    @intrinsic
+    def store(
+        _typing: Any,
+        pointer: Any,
+        indices: Any,
+        extents: Any,
+        shadow: Any,
+        site: Any,
+        where: Any,
+        value: Any,
+    ) -> Any:
+        signature = types.void(*_terms(pointer, indices, extents, shadow, where), value)
+
+        def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+            access = _Access(context, builder, kind, sig, values)
+            stored = context.cast(builder, values[6], sig.args[6], access.item)
+            return access.make(
+                lambda place: write_element(builder, place, access.item, stored, kind, _KINDS),
+                reads=False,
+                writes=True,
+            )
+
+        return signature, generate
+
+    return load, store
+
+
+try_load_lane, try_store_lane = _checked("lane")
+try_load_ro, _ = _checked("ro")
+try_load_rw, try_store_rw = _checked("rw")
+
+
+def _kind_of(pointer: Any) -> str:
+    return "rw" if pointer.space == GLOBAL else "lane"
+
+
+def _atomic_update(builder: Any, operation: str, item: Any, place: Any, operand: Any) -> Any:
+    """Change the value at a place as numba.cuda does; what was there before."""
+    if isinstance(item, types.Float):
+        # Functions of Numba's: they take pointers without an address space.
+        declare = getattr(nvvmutils, f"declare_atomic_{operation}_float{item.bitwidth}")
+        generic = builder.addrspacecast(place, place.type.pointee.as_pointer(), "generic")
+        return builder.call(declare(builder.module), [generic, operand])
+    if operation in ("min", "max") and not item.signed:
+        operation = "u" + operation
+    return builder.atomic_rmw(operation, place, operand, "monotonic")
+
+
+def _atomic(operation: str) -> Any:
+    @intrinsic
+    def atomic(
+        _typing: Any,
+        pointer: Any,
+        indices: Any,
+        extents: Any,
+        shadow: Any,
+        site: Any,
+        where: Any,
+        value: Any,
+    ) -> Any:
+        want_atomic(operation, pointer)
+        signature = pointer.dtype(*_terms(pointer, indices, extents, shadow, where), value)
+
+        def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+            access = _Access(context, builder, _kind_of(sig.args[0]), sig, values)
+            operand = context.cast(builder, values[6], sig.args[6], access.item)
+            # An exchange is how a first value is put in place: it may find none.
+            return access.make(
+                lambda place: _atomic_update(builder, operation, access.item, place, operand),
+                reads=operation != "xchg",
+                writes=True,
+                nothing=ir.Constant(operand.type, 0),
+            )
+
+        return signature, generate
+
+    return atomic
+
+
+try_atomic_add, try_atomic_sub = _atomic("add"), _atomic("sub")
+try_atomic_min, try_atomic_max = _atomic("min"), _atomic("max")
+try_atomic_and, try_atomic_or, try_atomic_xor = _atomic("and"), _atomic("or"), _atomic("xor")
+try_atomic_exch = _atomic("xchg")
+
+
+@intrinsic
+def try_atomic_cas(
+    _typing: Any,
+    pointer: Any,
+    indices: Any,
+    extents: Any,
+    shadow: Any,
+    site: Any,
+    where: Any,
+    expected: Any,
+    value: Any,
+) -> Any:
+    """Compare and swap; returns what was there before."""
+    want_atomic("cas", pointer)
+    signature = pointer.dtype(*_terms(pointer, indices, extents, shadow, where), expected, value)
+
+    def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        access = _Access(context, builder, _kind_of(sig.args[0]), sig, values)
+        old, new = (context.cast(builder, values[i], sig.args[i], access.item) for i in (6, 7))
+        return access.make(
+            lambda place: builder.extract_value(builder.cmpxchg(place, old, new, "monotonic", "monotonic"), 0),
+            reads=True,
+            writes=True,
+            nothing=ir.Constant(old.type, 0),
+        )
+
+    return signature, generate
+
+
+#: names that generated code may use
+RUNTIME: dict[str, Any] = {
+    name: value
+    for name, value in vars().items()
+    if name.startswith("try_") or name in ("called", "unwritten_allowed", "forget")
+    or name in ("global_array", "shared_array", "local_array")
+}  # fmt: skip
