@@ -15,6 +15,7 @@ from cli import model_options as options
 from cli.command import EngineCommand, Refused, Settings, beside_arenas, count_bytes
 from cli.failures import FAILED, end_engine
 from cli.refused import REFUSED
+from cli.report_file import ReportFile, report_option
 from instrumentation.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -72,11 +73,20 @@ def _numbers(_ctx: click.Context, param: click.Parameter, value: tuple[str, ...]
 )  # fmt: skip
 @options.batch_options
 @options.placement_options
+@options.numerics_option
 @options.memory_options
 @options.override_option
+@report_option
 @click.pass_obj
 def bench(
-    settings: Settings, /, model: str, output: str, check: str, override_kv: tuple[str, ...], **given: Any
+    settings: Settings,
+    /,
+    model: str,
+    output: str,
+    check: str,
+    override_kv: tuple[str, ...],
+    report_file: str | None,
+    **given: Any,
 ) -> None:
     """Measure tokens per second, at each of some check levels.
 
@@ -97,10 +107,12 @@ def bench(
 
     overrides = parse_override_kv(override_kv)
     levels = tuple(dict.fromkeys(level.strip() for level in check.split(",")))
-    plan = BenchPlan.of(resolve_model(model), levels=levels, override_kv=overrides, **given)
+    path = resolve_model(model)
+    plan = BenchPlan.of(path, levels=levels, override_kv=overrides, **given)
+    kept = ReportFile.of(report_file, path)
     quiet = settings.verbosity < 0
     with display(quiet=quiet) as shown, FORMATS[output](plan) as table:
-        ending = _Ending(shown, quiet=quiet)
+        ending = _Ending(shown, kept, quiet=quiet)
         results = run(plan, progress=shown.weights, step=shown.measuring, close=ending)
         copies: dict[str, Result] = {}
         with contextlib.closing(results):
@@ -118,8 +130,9 @@ def bench(
 class _Ending:
     """Closes engines, and counts what they found."""
 
-    def __init__(self, shown: Display, *, quiet: bool) -> None:
+    def __init__(self, shown: Display, kept: ReportFile | None, *, quiet: bool) -> None:
         self.shown = shown
+        self.kept = kept
         self.quiet = quiet
         self.found = 0
 
@@ -130,7 +143,7 @@ class _Ending:
         beside = DriverMemory.of(engine)
         if beside and not self.quiet:
             click.echo(f"check {engine.level}: {beside_arenas(beside)}", err=True)
-        self.found += end_engine(engine)
+        self.found += end_engine(engine, self.kept)
 
 
 def _copy_line(result: Result) -> str:

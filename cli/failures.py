@@ -17,6 +17,7 @@ from instrumentation.errors import Error, FindingError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from cli.report_file import ReportFile
     from refengine.engine import Engine
 
 OK, FAILED, BAD_INPUT, OUT_OF_MEMORY, INTERRUPTED = 0, 1, 2, 3, 130
@@ -60,17 +61,19 @@ def report(error: BaseException, *, verbose: bool) -> int:
     return code
 
 
-def end_engine(engine: Engine) -> int:
-    """Close, and print what was found; returns the number of findings."""
+def end_engine(engine: Engine, kept: ReportFile | None = None) -> int:
+    """Close, print what was found, and keep it where a file is given; returns the number of findings."""
     from instrumentation.reports.text import render  # noqa: PLC0415
 
     with contextlib.suppress(FindingError):  # leaks, which are among the findings
         engine.close()
     found = engine.findings
-    if found or engine.options.check != "off":
+    if found or engine.options.check != "off" or engine.options.check_numerics:
         for finding in found:
             click.echo(f"\n{render(finding)}\n", err=True)
         click.echo(f"{len(found)} finding{'s' * (len(found) != 1)}", err=True)
+    if kept is not None:
+        kept.add(found)
     return len(found)
 
 

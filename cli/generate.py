@@ -14,6 +14,7 @@ from cli import model_options as options
 from cli.command import EngineCommand, Settings, beside_arenas, count_bytes
 from cli.failures import FAILED, end_engine
 from cli.refused import REFUSED
+from cli.report_file import ReportFile, report_option
 from instrumentation.errors import BadInputError
 
 MAX_PROMPT_BYTES = 64 << 20
@@ -53,6 +54,7 @@ def _check_parallel(_ctx: click.Context, _param: click.Parameter, value: int) ->
 @options.schedule_option
 @options.override_option
 @options.check_tensors_option
+@report_option
 @options.speculative_options
 @click.option(
     "-np", "--parallel", type=int, default=1, hidden=True, expose_value=False, callback=_check_parallel
@@ -73,6 +75,7 @@ def generate(
     file: str | None,
     override_kv: tuple[str, ...],
     check_tensors: bool,
+    report_file: str | None,
     single_turn: bool,
     system_prompt: str | None,
     **given: Any,
@@ -97,6 +100,7 @@ def generate(
     # Whatever can be refused is refused before weights are loaded.
     EngineOptions(**engine_options)
     SamplingParams(**options.split(dict(given), set(SamplingParams.__dataclass_fields__)))
+    kept = ReportFile.of(report_file, path)
     with display(quiet=settings.verbosity < 0) as shown:
         engine = _load(path, overrides, engine_options, shown, check_tensors=check_tensors)
         try:
@@ -106,7 +110,7 @@ def generate(
             beside = DriverMemory.of(engine)
         finally:
             shown.clear()
-            found = end_engine(engine)
+            found = end_engine(engine, kept)
     if settings.verbosity >= 0:
         _summarise(engine, result, peak.reserved_peak, peak.used.peak)
         if beside:

@@ -27,9 +27,10 @@ COMMANDS = {
     "sweep": ("cli.sweep", "sweep"),
     "soak": ("cli.soak", "soak"),
     "explain": ("cli.explain", "explain"),
+    "report": ("cli.report", "report"),
 }
 #: commands to come
-NOT_BUILT = ("golden", "drill", "report", "serve")
+NOT_BUILT = ("golden", "drill", "serve")
 
 
 class Commands(click.Group):

@@ -53,9 +53,16 @@ memory_options = together(
         help="Let memory grow; may run out later.",
     ),
 )
+numerics_option = option("--check-numerics", is_flag=True, help="Find the first NaN or infinity of a kernel.")
+trap_options = together(
+    option("--trap-kernels", default="*", metavar="GLOB", help="Kernels that level trap checks (all)."),
+    option("--trap-buffers", default="*", metavar="GLOB", help="Buffers that get shadows there (all)."),
+)
 device_options = together(
     placement_options,
     option("--check", default="off", metavar="LEVEL", help="off, guard, audit or trap."),
+    trap_options,
+    numerics_option,
     memory_options,
 )
 

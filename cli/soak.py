@@ -8,7 +8,6 @@ import logging
 import re
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,10 +16,12 @@ from cli import model_options as options
 from cli.command import EngineCommand, Settings, count_bytes
 from cli.failures import FAILED, one_line
 from cli.refused import REFUSED
+from cli.report_file import ReportFile, report_option, writable
 from instrumentation.errors import BadInputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from refengine.soak import End, Soak, Summary
     from refengine.soak.memory import MemoryPoint
@@ -64,6 +65,7 @@ _REFUSED = tuple(refused for refused in REFUSED if "--kv-unified" not in refused
     help="reserve (default), copy, launch, event, graph.",
 )
 @click.option("-o", "--json", "json_file", metavar="FILE", help="Summary as JSON; - for stdout, no table.")
+@report_option
 @options.context_options
 @options.device_options
 @options.schedule_option
@@ -80,6 +82,7 @@ def soak(
     override_kv: tuple[str, ...],
     fail_kinds: str,
     json_file: str | None,
+    report_file: str | None,
     **given: Any,
 ) -> None:
     """Keep every slot busy, and compare each answer with the one given alone.
@@ -111,7 +114,8 @@ def soak(
         )
     overrides = parse_override_kv(override_kv)
     path = resolve_model(model)
-    file = _writable(json_file, path)
+    file = None if json_file in (None, "-") else writable(str(json_file), "-o/--json", path)
+    kept = ReportFile.of(report_file, path)
     _hush(settings)
     with display(quiet=settings.verbosity < 0) as shown:
         running = Soak(path, checked, plan, override_kv=overrides, progress=shown.weights)
@@ -122,6 +126,8 @@ def soak(
                 running.verify(watch)
         finally:
             # Whatever ended it, what is known by now is worth having.
+            if kept is not None:
+                kept.add(running.found)
             _print(running.summary(), json_file, file)
     if not running.summary().ok:
         raise click.exceptions.Exit(FAILED)
@@ -148,22 +154,6 @@ def _end(duration: str | None, retries: int | None, requests: int | None) -> End
     if not seconds > 0:
         raise BadInputError(f"--duration {text!r}: want a positive number with s, m or h, for example 60s")
     return End(seconds, "seconds")
-
-
-def _writable(name: str | None, model: Path) -> Path | None:
-    """The file of the summary, which can be written; refused before hours went into what it is to hold."""
-    if name is None or name == "-":
-        return None
-    file = Path(name)
-    try:
-        if file.exists() and file.samefile(model):
-            raise BadInputError(f"-o/--json {name}: that is the model; give another file")
-        with file.open("ab"):
-            pass
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise BadInputError(f"-o/--json {name}: cannot be written: {reason}") from None
-    return file
 
 
 def _hush(settings: Settings) -> None:

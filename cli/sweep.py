@@ -72,6 +72,8 @@ _STEPS = 10
 @options.speculative_options
 @click.option("-t", "--threads", type=int, default=1, metavar="N", help="Threads of each process (1).")
 @click.option("--check", default="guard", metavar="LEVEL", help="off, guard, audit or trap (guard).")
+@options.trap_options
+@options.numerics_option
 @click.option(
     "--no-cuda-graphs", "cuda_graphs", flag_value=False, default=True, help="Launch kernels one by one."
 )

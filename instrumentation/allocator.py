@@ -12,6 +12,7 @@ from instrumentation.arena import Arena
 from instrumentation.buffer import Buffer
 from instrumentation.errors import BadInputError, OutOfMemoryError
 from instrumentation.findings import Finding, Stack, capture_stack
+from instrumentation.globs import EVERY_BUFFER
 from instrumentation.heap import Heap
 from instrumentation.integrity import canary_regions, find_at, repair
 from instrumentation.ledger import rows_by_size
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from instrumentation.devices.base import DeviceMemory
     from instrumentation.faults import Faults
     from instrumentation.findings import FindingLog
+    from instrumentation.globs import Globs
     from instrumentation.happens_before.audit import DeviceAudit
     from instrumentation.ledger import Row, Snapshot
     from instrumentation.ownership import Owner
@@ -103,9 +105,14 @@ class Allocator:
         """Refuse (STR012) to give up memory that queued work may still touch; None: do not."""
         self._heap.audit = audit
 
-    def keep_shadows(self, keep: bool) -> None:
-        """Give arenas that are reserved from here on a shadow, which takes as much memory again, or none."""
+    def keep_shadows(self, keep: bool, buffers: Globs = EVERY_BUFFER) -> None:
+        """Give arenas that are reserved from here on a shadow, which takes as much memory again, or none.
+
+        ``buffers``: those whose states are kept. An arena gets its shadow with the first such buffer.
+        """
         self._heap.shadowed = keep
+        self._heap.shadowed_buffers = buffers
+        self._heap.make_shadow = self._shadow_locked
 
     def reserve_arena(self, nbytes: int, *, owner: Owner, name: str) -> Reservation[Arena]:
         """Reserve ``nbytes`` bytes, rounded up to a multiple of 256, with one allocation of the driver.
@@ -248,8 +255,8 @@ class Allocator:
             if left is not None and need > left:
                 return self._failure_locked(owner, name, need, "")
             arena = self._allocate_locked(size, need, owner, name, stack)
-            if isinstance(arena, Arena) and heap.shadowed:
-                self._shadow_locked(arena, stack)
+            if isinstance(arena, Arena) and heap.shadowed_buffers.all:
+                heap.shadow_for_locked(arena, (name,), stack)
             return arena
 
     def _allocate_locked(
@@ -287,7 +294,8 @@ class Allocator:
         made = self._allocate_locked(size, need, arena.owner, name, stack)
         if isinstance(made, ReservationError):
             _log.warning(
-                "no memory for a shadow: reads of never-written memory are not checked",
+                "no memory for a shadow: reads of never-written memory are not checked there; keep fewer shadows "
+                "with trap_buffers (--trap-buffers GLOB), or ask for a smaller context",
                 arena=arena.name,
                 nbytes=need,
             )

@@ -119,6 +119,7 @@ class Arena:
         self.active: Overlay | None = None
         #: what was done to each byte, at level ``trap``
         self.shadow: Shadow | None = None
+        self.shadow_tried = False
         #: holds another arena's shadow, and goes with it
         self.is_shadow = False
 
@@ -284,6 +285,7 @@ class Arena:
                 heap.zones.block(offset, request.nbytes)
                 for offset, request in zip(offsets, requests, strict=True)
             ]
+            heap.shadow_for_locked(self, (request.name for request in requests), stack)
             # A device that fails here leaves no trace: nothing is on the books yet.
             for block in blocks:
                 heap.prepare_locked(self, block)
@@ -358,6 +360,7 @@ class Arena:
             if total > self.nbytes:
                 reason = f"the arena has {self.nbytes} bytes, with redzones and alignment"
                 return self._failure_locked(whole, total, reason)
+            heap.shadow_for_locked(self, (request.name for request in requests), stack)
             found.extend(heap.leave_quarantine_locked(heap.quarantine.of(self)))
             overlay = Overlay(
                 self, owner=owner, name=name, nbytes=total, serial=heap.next_serial(), allocation=stack

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from instrumentation.heap import Heap
     from instrumentation.overlay import Overlay
     from instrumentation.redzones import Block
+    from instrumentation.shadow import Shadow
 
 __all__ = ["Buffer", "BufferState", "View"]
 
@@ -86,6 +87,11 @@ class Buffer:
         return not self.freed and (self.overlay is None or self.arena.active is self.overlay)
 
     @property
+    def shadow(self) -> Shadow | None:
+        """States of its bytes, where they are kept."""
+        return self.arena.shadow if self.heap.shadowed_buffers.matches(self.name) else None
+
+    @property
     def read_only(self) -> bool:
         """Shared with every owner for reading, and written by nobody."""
         return self._read_only
@@ -132,15 +138,17 @@ class Buffer:
         *,
         offset: int = 0,
         name: str | None = None,
+        bits: str = "",
     ) -> View:
         """View of ``shape`` elements (C order) from byte ``offset`` on.
 
+        ``bits``: integers that are the bits of numbers, such as ``f16``: see ``numbers.FORMATS``.
         Raises ``BadInputError`` for what does not lie inside or is not aligned, and ``FindingError`` (MEM004)
         when the buffer was freed. A dormant buffer may be viewed: the view can be used once it is active.
         """
         if self.freed:
             self.refuse_dead(f"view {name or self.name}")
-        return View.of(self, dtype, shape, offset, name)
+        return View.of(self, dtype, shape, offset, name, bits)
 
     def free(self) -> None:
         """Give the memory back.

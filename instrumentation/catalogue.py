@@ -27,7 +27,6 @@ NOT_REPORTED = frozenset(
     {
         "RES003",
         "LIB001", "LIB002",
-        "NUM001",
     }
 )  # fmt: skip
 #: codes that this version reports in some of the cases that their meaning covers

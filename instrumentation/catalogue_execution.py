@@ -129,15 +129,10 @@ EXECUTION = (
         "NUM001",
         "first NaN or Inf",
         None,
-        """A node of the graph produced the first value that is not finite; its inputs were finite.""",
-        """The report names the node and its inputs: look for a division by zero, an overflow in a
-        narrow type, or an input that was never written.""",
-        sketch="""
-        @kernel
-        def inverse(x):
-            i = cuda.grid(1)
-            x[i] = 1.0 / (x[i] - x[i])
-        """,
+        """A kernel wrote the first number that is not finite; what else is not behind it is its consequence.""",
+        """The report says whether what the kernel reads was finite. If it was, look at its line for a division by
+        zero, or an overflow in a narrow type; if not, at where that array came from: a weight, a copy, memory that
+        nothing wrote. Where an infinity is meant, say so on the line that stores it: `# infinity: intended`.""",
         switch="--check-numerics",
     ),
 )

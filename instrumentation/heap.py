@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from instrumentation import interrupts
 from instrumentation.findings import Finding, FindingLog, Stack, capture_stack
+from instrumentation.globs import EVERY_BUFFER
 from instrumentation.integrity import (
     block_regions,
     canary_findings,
@@ -122,6 +123,10 @@ class Heap:
         self.faults = faults
         #: whether arenas get shadows: at level ``trap``, on a device that runs checked kernels
         self.shadowed = False
+        #: buffers whose bytes have states there; an arena without any gets no shadow
+        self.shadowed_buffers = EVERY_BUFFER
+        #: gives an arena its shadow; the allocator's
+        self.make_shadow: Callable[[Arena, Stack], None] | None = None
         #: bytes of the ledger that are shadows, which the limit leaves out: it is about what is watched
         self.shadow_nbytes = 0
         self.ledger = Ledger(memory.account)
@@ -146,6 +151,15 @@ class Heap:
     def limit_left(self) -> int | None:
         """Bytes that may still be taken from the device; None without a limit."""
         return None if self.limit is None else self.limit - (self.ledger.reserved - self.shadow_nbytes)
+
+    def shadow_for_locked(self, arena: Arena, names: Iterable[str], stack: Stack) -> None:
+        """Give an arena its shadow when the first buffer comes whose states are kept, unless it was tried before."""
+        wanted = self.shadowed_buffers
+        if self.make_shadow is None or not self.shadowed or arena.shadow_tried or arena.is_shadow:
+            return
+        if any(wanted.matches(name) for name in names):
+            arena.shadow_tried = True
+            self.make_shadow(arena, stack)
 
     def next_serial(self) -> int:
         """Return a number that no other thing of this allocator has."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types as python_types
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, TextIO
 
 import numpy as np
@@ -20,6 +21,7 @@ from instrumentation.kernel.divergence import DivergenceError
 from instrumentation.kernel.parse import number_type
 from instrumentation.levels import Level
 from instrumentation.ownership import Owner
+from instrumentation.reports.jsonlines import write
 from instrumentation.reports.text import render
 from instrumentation.reservation import BufferRequest
 from instrumentation.view import View
@@ -75,8 +77,10 @@ class Sanitizer:
     """Guarded arrays, streams and kernels of one device, and what was found. Use it as a context manager.
 
     ``device``: auto, host, cuda, cuda:N, or an open one. ``check``: off, guard or audit. ``keep_going``: a call that is
-    refused does nothing and the program goes on; otherwise it raises ``RefusedError``. What was found is written to
-    ``file`` at the end, standard error unless given. Owners are names; each may touch what is its own, shared or lent.
+    refused does nothing and the program goes on; otherwise it raises ``RefusedError``. ``check_numerics``: report the
+    first launch that makes a NaN or an infinity, at any level. What was found is written to ``file`` at the end,
+    standard error unless given, and as JSON lines to ``report_file`` where one is named. Owners are names; each may
+    touch what is its own, shared or lent.
     Raises ``BadInputError``, ``DeviceError``.
     """
 
@@ -88,7 +92,9 @@ class Sanitizer:
         keep_going: bool = False,
         redzone: int = 256,
         threads: int | None = None,
+        check_numerics: bool = False,
         file: TextIO | None = None,
+        report_file: str | Path | None = None,
     ) -> None:
         level = Level.parse(check)
         if level > Level.AUDIT:
@@ -97,8 +103,9 @@ class Sanitizer:
         self.log = FindingLog()
         self.device = open_device(device, threads=threads)
         self.allocator = Allocator(self.device, level=level, findings=self.log, redzone=redzone)
-        self.device.watch(self.allocator)
+        self.device.watch(self.allocator, check_numerics=check_numerics)
         self._file = file
+        self._report_file = None if report_file is None else Path(report_file)
         self._arenas: list[Arena] = []
         self._buffers: dict[int, Buffer] = {}
         self._loaders: dict[Owner, Stream] = {}
@@ -271,6 +278,9 @@ class Sanitizer:
                 undo.callback(self.device.synchronize)
         finally:
             print(self.report(), file=self._file if self._file is not None else sys.stderr)
+            if self._report_file is not None:
+                with self._report_file.open("w", encoding="utf-8", newline="\n") as lines:
+                    write(self.findings, lines)
 
     def _free_all(self) -> None:
         for buffer in list(self._buffers.values()):

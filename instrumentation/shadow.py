@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from instrumentation.ranges import Ranges
 from instrumentation.kernel.checked_runtime import FREED, NEVER, WRITTEN
+from instrumentation.ranges import Ranges
 
 if TYPE_CHECKING:
     from instrumentation.arena import Arena
@@ -50,6 +50,6 @@ class Shadow:
 
 
 def shadow_of(view: View) -> Shadow | None:
-    """Shadow of a view's memory; None when there is none, or the memory is no longer the view's."""
+    """Shadow of a view's memory; None when none is kept of it, or the memory is no longer the view's."""
     buffer = view.buffer
-    return buffer.arena.shadow if view.generation == buffer.generation and buffer.live else None
+    return buffer.shadow if view.generation == buffer.generation and buffer.live else None

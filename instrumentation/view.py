@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from instrumentation.errors import BadInputError
+from instrumentation.numbers import FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,6 +61,10 @@ class View:
     name: str
     #: the buffer's generation when the view was made; a buffer that was freed since has another
     generation: int
+    #: of which numbers the elements are the bits, a name of ``numbers.FORMATS``; empty: of those of ``dtype``
+    bits: str = ""
+    #: the shape that goes with the name, whatever ``reshape`` made of it; empty: ``shape``
+    named: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         start = self.address - self.buffer.address
@@ -77,16 +82,25 @@ class View:
 
     @classmethod
     def of(
-        cls, buffer: Buffer, dtype: npt.DTypeLike, shape: int | Sequence[int], offset: int, name: str | None
+        cls,
+        buffer: Buffer,
+        dtype: npt.DTypeLike,
+        shape: int | Sequence[int],
+        offset: int,
+        name: str | None,
+        bits: str = "",
     ) -> View:
         """View of ``buffer`` from byte ``offset`` on. Raises ``BadInputError``."""
         label = name if name is not None else buffer.name
+        if bits and bits not in FORMATS:
+            raise BadInputError(f"view {label} holds bits of {bits!r}; use one of {', '.join(FORMATS)}")
         try:
             start = operator.index(offset)
         except TypeError:
             raise BadInputError(f"the offset of view {label} is {offset!r}; give a whole number") from None
         checked = _as_dtype(dtype, label)
-        return cls(buffer, buffer.address + start, checked, _as_shape(shape, label), label, buffer.generation)
+        extents = _as_shape(shape, label)
+        return cls(buffer, buffer.address + start, checked, extents, label, buffer.generation, bits)
 
     @property
     def itemsize(self) -> int:
@@ -136,7 +150,7 @@ class View:
             raise BadInputError(
                 f"view {self.name} has {self.size} elements, shape {wanted} has another number"
             )
-        return View(self.buffer, self.address, self.dtype, wanted, self.name, self.generation)
+        return replace(self, shape=wanted, named=self.named or self.shape)
 
     def check_live(
         self,
@@ -165,4 +179,4 @@ class View:
 
     def _part(self, index: int, shape: tuple[int, ...], name: str) -> View:
         stride = math.prod(self.shape[1:]) * self.itemsize
-        return View(self.buffer, self.address + index * stride, self.dtype, shape, name, self.generation)
+        return replace(self, address=self.address + index * stride, shape=shape, name=name, named=())

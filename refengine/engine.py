@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from instrumentation import interrupts
 from instrumentation.allocator import Allocator
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 Prompt = str | bytes | Sequence[int]
 MODEL_OWNER = Owner("model")
+log = structlog.get_logger()
 
 
 def load(
@@ -103,6 +105,7 @@ class Engine:
         template = gguf.metadata.get("tokenizer.chat_template")
         self.chat_template = template if isinstance(template, str) else None
         self._log = FindingLog(on_finding)
+        self._traps = options.traps
         check_limit(gguf, options, fewest_launches=fewest, chooses=chooses)
         with ExitStack() as undo:
             self.allocator = Allocator(
@@ -113,7 +116,12 @@ class Engine:
                 faults=faults,
             )
             undo.callback(self.allocator.close)
-            self.device.watch(self.allocator)
+            self.device.watch(
+                self.allocator,
+                check_numerics=options.check_numerics,
+                trap_kernels=self._traps[0],
+                trap_buffers=self._traps[1],
+            )
             self.device.faults = faults
             with interrupts.deferred():
                 self.weights = Weights(
@@ -331,6 +339,11 @@ class Engine:
         """
         if not self._service.close(self._undo.close):
             return
+        for globs in self._traps:
+            if not globs.hit:
+                log.warning(
+                    "nothing has a name that the patterns match", option=globs.option, patterns=globs.text
+                )
         leaks = self._log.of("MEM006")
         if leaks and self.level > Level.OFF:
             raise FindingError("\n\n".join(render(finding) for finding in leaks))

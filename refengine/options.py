@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from instrumentation.devices.host_schedule import check_seed
 from instrumentation.devices.launch import MAX_GRID_YZ
 from instrumentation.errors import BadInputError
+from instrumentation.globs import Globs
 from instrumentation.levels import Level
 from instrumentation.reservation import check_nbytes
 from refengine.architectures import DRAFT_BUILDERS
@@ -45,6 +46,11 @@ class EngineOptions:
     #: a name, or an open device
     device: str | Device = "auto"
     check: str = "off"
+    #: report the first launch that makes a NaN or an infinity, at any level
+    check_numerics: bool = False
+    #: kernels that level ``trap`` checks, and buffers whose bytes it has states of: patterns with commas between
+    trap_kernels: str = "*"
+    trap_buffers: str = "*"
     n_ctx: int = 0
     n_batch: int = 2048
     n_ubatch: int = 512
@@ -72,6 +78,9 @@ class EngineOptions:
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise BadInputError(f"{name} is {value!r}; give a whole number from {low} to {high}")
         self._check_kinds()
+        for globs in self.traps:
+            if not globs.all and level < Level.TRAP:
+                raise BadInputError(f"{globs} at check level {level}; only level trap has checked kernels")
         if self.device_memory_limit is not None:
             check_nbytes(self.device_memory_limit, "device_memory_limit")
         for name in ("cache_type_k", "cache_type_v"):
@@ -104,6 +113,11 @@ class EngineOptions:
             if kind is not None and not isinstance(value, kind):
                 wanted = "text" if kind is str else "True or False"
                 raise BadInputError(f"{field.name} is {value!r}; give {wanted}")
+
+    @property
+    def traps(self) -> tuple[Globs, Globs]:
+        """Kernels that level ``trap`` checks, and buffers that get shadows."""
+        return Globs(self.trap_kernels, "trap_kernels"), Globs(self.trap_buffers, "trap_buffers")
 
     @property
     def drafts(self) -> DraftSettings | None:

@@ -42,7 +42,8 @@ class _Form:
         """Rows [n_rows, n_in] as the form's kernels take them."""
         if self.outputs is None:
             return x
-        return x.buffer.view(np.uint64, (x.shape[0], x.shape[1] // 2), offset=x.offset, name=x.name)
+        shape = (x.shape[0], x.shape[1] // 2)
+        return x.buffer.view(np.uint64, shape, offset=x.offset, name=x.name, bits="f32")
 
     def norm(self, o: Operands, x: View) -> dict[str, Argument]:
         """The norm in front of products of x; where there is none, what may stand for it."""

@@ -35,6 +35,15 @@ Progress = Callable[[int, int], None]
 PART_ALIGNMENT = 256
 #: matrices that are no products' and are read as they are
 PLAIN = ("ssm_conv1d.weight",)
+#: arrays of packed matrices that hold nothing but the bits of numbers, for who looks for NaN: type, field -> format
+BITS: dict[tuple[Any, str], str] = {
+    (GGMLQuantizationType.F32, "words"): "f32",
+    (GGMLQuantizationType.BF16, "halves"): "bf16",
+    **{
+        (GGMLQuantizationType[name], "halves"): "f16"
+        for name in ("F16", "IQ4_NL", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ def _in_elements(view: View, dtype: np.dtype[Any]) -> View:
         return view
     rows, columns = view.shape
     shape = (rows, columns * view.itemsize // dtype.itemsize)
-    return view.buffer.view(dtype, shape, offset=view.offset, name=view.name)
+    return view.buffer.view(dtype, shape, offset=view.offset, name=view.name, bits=view.bits)
 
 
 def _parts(shapes: PackedShapes) -> list[tuple[str, np.dtype[Any], tuple[int, int], int]]:
@@ -181,7 +190,8 @@ class Weights:
         form.repack(raw, n_out, n_in, Packed(**host))
         views = {}
         for field, dtype, shape, offset in parts:
-            views[field] = buffer.view(dtype, shape, offset=offset, name=f"{info.name}.{field}")
+            bits = BITS.get((info.type, field), "")
+            views[field] = buffer.view(dtype, shape, offset=offset, name=f"{info.name}.{field}", bits=bits)
             stream.copy_in(views[field], host[field])
         stream.synchronize()
         return Matrix(info.type, n_out, n_in, **views)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from instrumentation.globs import EVERY_BUFFER, EVERY_KERNEL
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from instrumentation.allocator import Allocator
     from instrumentation.devices.launch import Argument, Grid
     from instrumentation.faults import Faults
+    from instrumentation.globs import Globs
     from instrumentation.kernel import Kernel
     from instrumentation.memory_watch import MemoryWatch
     from instrumentation.ownership import Owner
@@ -173,8 +176,20 @@ class Device(DeviceMemory, Protocol):
     #: whether memory grows beyond what is accounted for; None where nobody looks
     memory_watch: MemoryWatch | None
 
-    def watch(self, allocator: Allocator) -> None:
-        """Check work against an allocator of this device, from level ``guard`` on."""
+    def watch(
+        self,
+        allocator: Allocator,
+        *,
+        check_numerics: bool = False,
+        trap_kernels: Globs = EVERY_KERNEL,
+        trap_buffers: Globs = EVERY_BUFFER,
+    ) -> None:
+        """Check work against an allocator of this device, from level ``guard`` on.
+
+        ``check_numerics``, at any level: report the first launch that makes a NaN or an infinity (NUM001).
+        ``trap_kernels``, ``trap_buffers``: those of level ``trap``. Other kernels run plain, and of other buffers no
+        shadow is kept: bounds alone are checked.
+        """
         ...
 
     def create_stream(self, *, owner: Owner, name: str) -> Stream:

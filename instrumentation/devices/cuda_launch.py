@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from instrumentation.devices.launch import number_bits
+from instrumentation.shadow import WRITTEN
 from instrumentation.view import View
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from instrumentation.devices.cuda_driver import Driver
     from instrumentation.devices.cuda_trap import CudaTrap
     from instrumentation.devices.launch import Launch
+    from instrumentation.devices.numerics import NumericChecks
 
 
 class DeviceArray(NamedTuple):
@@ -99,13 +101,24 @@ def region_rows(regions: Sequence[tuple[int, int, int]]) -> tuple[DeviceArray, n
 class PreparedLaunch:
     """A checked launch with its parameters and loaded function: queued as often as wanted, at the cost of one call."""
 
-    __slots__ = ("block", "function", "grid", "launch", "parameters", "trap")
+    __slots__ = ("block", "function", "grid", "launch", "marks", "numerics", "parameters", "trap")
 
-    def __init__(self, launch: Launch, function: Any, trap: CudaTrap | None = None) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        function: Any,
+        trap: CudaTrap | None = None,
+        numerics: NumericChecks | None = None,
+        marks: Sequence[tuple[int, int]] = (),
+    ) -> None:
         self.launch = launch
+        #: what looks at its numbers
+        self.numerics = numerics
         self.function = function
         self.grid = launch.grid
         self.block = block_of(launch.kernel.block)
+        #: address and bytes of states to say "written" of behind it
+        self.marks = marks
         #: report and shadows, where the function is the kernel's checked form
         self.trap = trap
         if trap is None:
@@ -121,6 +134,8 @@ class PreparedLaunch:
             for i, slot in enumerate(slots, -len(slots)):
                 self.parameters[i] = slot
         driver.launch(self.function, self.grid, self.block, stream, self.parameters.address, early=early)
+        for address, nbytes in self.marks:
+            driver.fill(address, WRITTEN, nbytes, stream)
 
     def __str__(self) -> str:
         return f"{self.launch.kernel.name} (launch {self.launch.number})"

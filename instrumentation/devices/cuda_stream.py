@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, suppress
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,11 @@ from instrumentation.devices.checked_stream import CheckedEvent, CheckedStream
 from instrumentation.devices.cuda_checks import CanaryChecks, RegionTable, written_buffers
 from instrumentation.devices.cuda_driver import DriverCallError
 from instrumentation.devices.cuda_launch import PreparedLaunch
+from instrumentation.devices.cuda_numerics import CudaNumerics
 from instrumentation.devices.cuda_staging import Staging
-from instrumentation.devices.cuda_trap import CudaTrap, mark_copied, mark_written
+from instrumentation.devices.cuda_trap import CudaTrap, mark_copied, mark_written, written_marks
 from instrumentation.devices.launch import bind
+from instrumentation.devices.numerics import NumericChecks
 from instrumentation.kernel.cuda_entry import LEAST_CAPABILITY
 
 if TYPE_CHECKING:
@@ -91,6 +94,11 @@ class CudaGraph(CapturedGraph):
         try:
             with self._calls:
                 checks = stream.checks()
+                #: what looks at numbers in it
+                self.numerics = stream.numerics()
+                if self.numerics is not None:
+                    self.numerics.make_room(launches)
+                self.number_checks = tuple(each.numerics for each in launches if each.numerics is not None)
                 if checks is not None:
                     self.table, self._table_address = checks.table(written_buffers(self.captured))
                     if self.table is not None:
@@ -103,7 +111,7 @@ class CudaGraph(CapturedGraph):
 
     def _may_overlap(self, *launches: PreparedLaunch) -> bool:
         """Whether the second may start while the first runs: it waits for it, but takes room that large ones need."""
-        if self.device.context.compute_capability < LEAST_CAPABILITY:
+        if self.device.context.compute_capability < LEAST_CAPABILITY or launches[0].marks:
             return False
         return all(prod(prepared.grid) <= MOST_BLOCKS for prepared in launches)
 
@@ -112,6 +120,9 @@ class CudaGraph(CapturedGraph):
         driver.begin_capture(handle)
         try:
             for before, prepared in zip((None, *launches), launches, strict=False):
+                if self.numerics is not None:
+                    self.numerics.queue(prepared, partial(prepared.queue, driver, handle))
+                    continue
                 prepared.queue(
                     driver, handle, early=before is not None and self._may_overlap(before, prepared)
                 )
@@ -184,6 +195,7 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
         self._checks: CanaryChecks | None = None
         #: checked launches that were queued, each once, and whose reports nobody looked at since
         self._trapped: dict[CudaTrap, None] = {}
+        self._numerics: CudaNumerics | None = None
         self._failure: Exception | None = None
         with device.context.calls(f"stream {name} of {owner}"):
             self.handle = self._driver.create_stream()
@@ -208,8 +220,14 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
 
     def _prepare(self, launch: Launch) -> PreparedLaunch:
         device = self.device
-        function = device.context.function(launch.kernel, checked=device.trap)
-        return PreparedLaunch(launch, function, device.reports.trap(launch) if device.trap else None)
+        checked = device.traps_kernel(launch.kernel)
+        return PreparedLaunch(
+            launch,
+            device.context.function(launch.kernel, checked=checked),
+            device.reports.trap(launch) if checked else None,
+            NumericChecks(launch) if device.numerics is not None else None,
+            written_marks(launch) if device.trap and not checked else (),
+        )
 
     def _queue_launch(self, prepared: PreparedLaunch) -> None:
         device = self.device
@@ -218,7 +236,13 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
         device.settle()
         with self._calls:
             self.pending = True
-            prepared.queue(self._driver, self.handle)
+            numerics = self.numerics()
+            queue = partial(prepared.queue, self._driver, self.handle)
+            if numerics is None:
+                queue()
+            else:
+                numerics.make_room((prepared,))
+                numerics.queue(prepared, queue)
             device.context.last_launch = prepared
             checks = self.checks()
             if checks is not None:
@@ -234,6 +258,17 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
         if self._checks is None and allocator is not None:
             self._checks = CanaryChecks(self.device, self, allocator)
         return self._checks
+
+    def numerics(self) -> CudaNumerics | None:
+        """What looks at the numbers of this stream's launches; None when nobody does."""
+        watch = self.device.numerics
+        if self._numerics is not None and self._numerics.watch is not watch:
+            self.drain()
+            self._numerics.release()
+            self._numerics = None
+        if self._numerics is None and watch is not None:
+            self._numerics = CudaNumerics(self.device, self, watch)
+        return self._numerics
 
     # --- copies
 
@@ -290,6 +325,10 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
         device = self.device
         self._expect_reports(graph.traps)
         device.settle()
+        numerics = graph.numerics
+        if numerics is not None and numerics.stream is not self:
+            # State and marks are those of the stream that captured it, whose launches must not run meanwhile.
+            numerics.stream.drain()
         with self._calls:
             self.pending = True
             graph.stream = self
@@ -298,6 +337,12 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
             checks = self.checks()
             if checks is not None:
                 checks.after_replay(graph.table, graph.captured, graph.name)
+        if numerics is not None:
+            numerics.runs(graph.number_checks)
+            if numerics.stream is not self:
+                self.drain()
+                failure = numerics.collect()
+                self._failure = self._failure or failure
 
     # --- waiting
 
@@ -321,8 +366,8 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
             self.pending = False
             self.staging.land()
         self._host_waited()
-        if self._checks is not None:
-            failure = self._checks.collect()
+        for checks in (self._checks, self._numerics):
+            failure = checks.collect() if checks is not None else None
             self._failure = self._failure or failure
         if self._trapped:
             trapped, self._trapped = self._trapped, {}
@@ -345,8 +390,9 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
         self.staging.drop()
         self._trapped.clear()
         self._host_waited()
-        if self._checks is not None:
-            self._checks.drop()
+        for checks in (self._checks, self._numerics):
+            if checks is not None:
+                checks.drop()
 
     def destroy(self) -> None:
         """Wait, then give the stream up."""
@@ -366,7 +412,7 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
 
     def _drop_account(self) -> None:
         """What is left on a lost device goes with the process."""
-        for held in (self.staging.held, self._checks.held if self._checks is not None else None):
+        for held in (self.staging.held, *(each.held for each in (self._checks, self._numerics) if each)):
             if held is not None:
                 held.drop()
 
@@ -374,6 +420,7 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
         self.device.settle()
         with self._calls:
             self.staging.release()
-            if self._checks is not None:
-                self._checks.release()
+            for checks in (self._checks, self._numerics):
+                if checks is not None:
+                    checks.release()
             self._driver.destroy_stream(self.handle)

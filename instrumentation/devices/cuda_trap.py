@@ -128,7 +128,7 @@ class CudaTraps:
         buffer = view.buffer
         if view.generation != buffer.generation or not buffer.live:
             return self._stale(view)
-        shadow = buffer.arena.shadow
+        shadow = buffer.shadow
         if shadow is None:
             return 0
         # What is written stays so, unless it is freed: which is refused while a launch may run, where somebody looks.
@@ -170,6 +170,13 @@ class CudaTraps:
         words = np.frombuffer(self._device.read_bytes(trap.slot.address, COUNTED_WORDS * _WORD), np.int64)
         self._clear(trap.slot)
         return list(findings(as_on_the_host(words), run))
+
+
+def written_marks(launch: Launch) -> list[tuple[int, int]]:
+    """Address and bytes of the states that a launch which runs plain among checked ones leaves written."""
+    views = [view for name, view in launch.views.items() if name in launch.kernel.writes and view.nbytes]
+    shadows = [(view, shadow_of(view)) for view in views]
+    return [(view.address + shadow.delta, view.nbytes) for view, shadow in shadows if shadow is not None]
 
 
 def mark_written(driver: Driver, stream: Any, target: View) -> None:

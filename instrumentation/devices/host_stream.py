@@ -99,7 +99,9 @@ class HostStream(CheckedStream[PreparedLaunch, HostEvent, HostGraph]):
     # --- queueing
 
     def _prepare(self, launch: Launch) -> PreparedLaunch:
-        return PreparedLaunch(launch, trap=self.device.trap)
+        return PreparedLaunch(
+            launch, trap=self.device.traps_kernel(launch.kernel), numerics=self.device.numerics is not None
+        )
 
     def _queue_launch(self, prepared: PreparedLaunch) -> None:
         self._enqueue(prepared)
@@ -137,7 +139,7 @@ class HostStream(CheckedStream[PreparedLaunch, HostEvent, HostGraph]):
             self._enqueue(WaitFor(event.stream, event.mark))
 
     def _make_graph(self, name: str, launches: list[PreparedLaunch]) -> HostGraph:
-        return HostGraph(self.device, name, Batch(launches, self.device.allocator))
+        return HostGraph(self.device, name, self._batch(launches))
 
     def _queue_replay(self, graph: HostGraph) -> None:
         self._enqueue(lambda: self._run_batch(graph.batch))
@@ -217,7 +219,10 @@ class HostStream(CheckedStream[PreparedLaunch, HostEvent, HostGraph]):
                 break
             launches.append(following)
             self._queue.popleft()
-        return self._run_batch(Batch(launches, self.device.allocator))
+        return self._run_batch(self._batch(launches))
+
+    def _batch(self, launches: list[PreparedLaunch]) -> Batch:
+        return Batch(launches, self.device.allocator, self.device.numerics)
 
     def _run_batch(self, batch: Batch) -> Exception | None:
         return batch.run(self.device, self.device.threads, self.name, self.owner)

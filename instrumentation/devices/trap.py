@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from instrumentation.devices.promises import divergence
 from instrumentation.devices.races import Race, merged, position, race_of
+from instrumentation.devices.shadow_kernels import BLOCK, mark_written
+from instrumentation.devices.steps import DeviceArray, Step
 from instrumentation.findings import CallSite, Finding
 from instrumentation.kernel.checked_races import tables
 from instrumentation.kernel.checked_report import (
@@ -23,7 +25,7 @@ from instrumentation.kernel.checked_report import (
     read_records,
 )
 from instrumentation.redzones import access_window
-from instrumentation.shadow import FREED
+from instrumentation.shadow import FREED, shadow_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -71,7 +73,7 @@ class Trap:
             return 0
         if view.generation != view.buffer.generation or not view.buffer.live:
             return self._freed(number, view)
-        shadow = view.buffer.arena.shadow
+        shadow = view.buffer.shadow
         return 0 if shadow is None else shadow.delta
 
     def _freed(self, number: int, view: View) -> int:
@@ -86,6 +88,17 @@ class Trap:
             return []
         words, self.report[:] = self.report.copy(), 0
         return list(findings(words, Run(self.launch, self.called_at, allocator, stream, owner)))
+
+
+def written_marks(launch: Launch) -> list[Step]:
+    """Steps behind a launch that runs plain among checked ones: all that it may have written counts as written."""
+    steps = []
+    for name, view in launch.views.items():
+        shadow = shadow_of(view) if name in launch.kernel.writes and view.nbytes else None
+        if shadow is not None:
+            states = DeviceArray(view.address + shadow.delta, (view.nbytes,), 1)
+            steps.append(Step(mark_written, (-(-view.nbytes // BLOCK), 1, 1), (states,)))
+    return steps
 
 
 @dataclass(frozen=True)

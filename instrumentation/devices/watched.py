@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import numpy as np
 
 from instrumentation.devices.monitor import Access, AccessMonitor
+from instrumentation.devices.numerics import NumericsWatch
 from instrumentation.devices.registry import HandleRegistry
 from instrumentation.errors import BadInputError
 from instrumentation.findings import Finding, capture_stack
+from instrumentation.globs import EVERY_BUFFER, EVERY_KERNEL
 from instrumentation.happens_before.audit import DeviceAudit
 from instrumentation.levels import Level
 from instrumentation.memory_watch import MemoryWatch
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
     from instrumentation.allocator import Allocator
     from instrumentation.faults import Faults
     from instrumentation.findings import FindingLog
+    from instrumentation.globs import Globs
     from instrumentation.happens_before.audit import HostUse
+    from instrumentation.kernel import Kernel
     from instrumentation.ownership import Owner
 
 
@@ -50,21 +54,39 @@ class WatchedDevice:
         #: handles of streams and events, compared from level ``guard`` on
         self.handles = HandleRegistry()
         self.findings: FindingLog | None = None
+        #: which launch makes the first number that is not finite; None: nobody looks
+        self.numerics: NumericsWatch | None = None
         #: whether launches run checked kernels
         self.trap = False
+        #: which of them do
+        self.trap_kernels = EVERY_KERNEL
         #: which calls fail on purpose
         self.faults: Faults | None = None
 
-    def watch(self, allocator: Allocator) -> None:
-        """Check work against an allocator of this device, from level ``guard`` on."""
+    def watch(
+        self,
+        allocator: Allocator,
+        *,
+        check_numerics: bool = False,
+        trap_kernels: Globs = EVERY_KERNEL,
+        trap_buffers: Globs = EVERY_BUFFER,
+    ) -> None:
+        """Check work against an allocator of this device, from level ``guard`` on.
+
+        ``check_numerics``, at any level: report the first launch that makes a NaN or an infinity (NUM001).
+        ``trap_kernels``, ``trap_buffers``: those of level ``trap``. Other kernels run plain, and of other buffers no
+        shadow is kept: bounds alone are checked.
+        """
         trap = allocator.level >= Level.TRAP
         if trap and not self.traps:
             raise BadInputError(
                 f"check level trap is not built yet for device {self.name}; use audit, or device host"
             )
         self.trap = trap
-        allocator.keep_shadows(trap)
+        self.trap_kernels = trap_kernels
+        allocator.keep_shadows(trap, trap_buffers)
         self.findings = allocator.findings
+        self.numerics = NumericsWatch(allocator.findings, self.name) if check_numerics else None
         guarded = allocator.level >= Level.GUARD
         self.allocator = allocator if guarded else None
         audited = allocator.level >= Level.AUDIT
@@ -73,6 +95,10 @@ class WatchedDevice:
         allocator.watch_frees(self.audit)
         watches = allocator.level >= Level.AUDIT and self.own_memory
         self.memory_watch = MemoryWatch(allocator) if watches else None
+
+    def traps_kernel(self, kernel: Kernel) -> bool:
+        """Whether launches of a kernel run its checked form."""
+        return self.trap and self.trap_kernels.matches(kernel.name)
 
     def look_at_memory(self) -> None:
         """The host has waited for a stream: a moment to compare device memory with the ledger."""

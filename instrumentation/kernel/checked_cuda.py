@@ -29,7 +29,14 @@ from instrumentation.kernel.checked_report import (
 )
 from instrumentation.kernel.checked_report_cuda import record
 from instrumentation.kernel.checked_runtime import FREED, NEVER, WRITTEN
-from instrumentation.kernel.host_runtime import KINDS, mark, read_element, want_atomic, want_integer, write_element
+from instrumentation.kernel.host_runtime import (
+    KINDS,
+    mark,
+    read_element,
+    want_atomic,
+    want_integer,
+    write_element,
+)
 
 GENERIC, GLOBAL, SHARED = 0, 1, 3
 _ALLOWED = 1 << CHAIN_BITS
@@ -215,7 +222,9 @@ class _Access:
             result.add_incoming(each, block)
         return result
 
-    def _shadowed(self, place: Any, number: Any, report: tuple[Any, Any], *, reads: bool, writes: bool) -> None:
+    def _shadowed(
+        self, place: Any, number: Any, report: tuple[Any, Any], *, reads: bool, writes: bool
+    ) -> None:
         """Look at the shadow and change it; ``report``: its kind, and where it is made."""
         builder = self.builder
         kind, outside = report
@@ -263,7 +272,9 @@ def _terms(pointer: Any, indices: Any, extents: Any, shadow: Any, where: Any) ->
 
 def _checked(kind: str) -> tuple[Any, Any]:
     @intrinsic
-    def load(_typing: Any, pointer: Any, indices: Any, extents: Any, shadow: Any, site: Any, where: Any) -> Any:
+    def load(
+        _typing: Any, pointer: Any, indices: Any, extents: Any, shadow: Any, site: Any, where: Any
+    ) -> Any:
         signature = pointer.dtype(*_terms(pointer, indices, extents, shadow, where))
 
         def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
@@ -383,7 +394,9 @@ def try_atomic_cas(
         access = _Access(context, builder, _kind_of(sig.args[0]), sig, values)
         old, new = (context.cast(builder, values[i], sig.args[i], access.item) for i in (6, 7))
         return access.make(
-            lambda place: builder.extract_value(builder.cmpxchg(place, old, new, "monotonic", "monotonic"), 0),
+            lambda place: builder.extract_value(
+                builder.cmpxchg(place, old, new, "monotonic", "monotonic"), 0
+            ),
             reads=True,
             writes=True,
             nothing=ir.Constant(old.type, 0),

@@ -58,9 +58,7 @@ class CudaImage:
         assert self.data, self.entry
 
 
-def compile_image(
-    kernel: Kernel, compute_capability: tuple[int, int], *, checked: bool = False
-) -> CudaImage:
+def compile_image(kernel: Kernel, compute_capability: tuple[int, int], *, checked: bool = False) -> CudaImage:
     """Compile, or load from the cache. Raises ``DeviceError`` when the toolkit cannot do it."""
     path = image_path(kernel, compute_capability, checked=checked)
     with _lock:
@@ -68,7 +66,9 @@ def compile_image(
         if image is None:
             for listener in compile_listeners:
                 listener(kernel.name)
-            image = build_image(kernel.name, kernel.ptx(compute_capability, checked=checked), compute_capability)
+            image = build_image(
+                kernel.name, kernel.ptx(compute_capability, checked=checked), compute_capability
+            )
             _write(path, image)
         return image
 

@@ -26,12 +26,19 @@ class Origin:
     span: tuple[int, int, int]
     #: the line says that what is read may be unwritten, since nothing comes of it
     unwritten: bool = False
+    #: the line says that what is stored may be infinite, and that it is meant to
+    infinite: bool = False
     callers: tuple[Origin, ...] = ()
 
     @property
     def may_be_unwritten(self) -> bool:
         """Whether this line, or one of those that call it, says so."""
         return any(each.unwritten for each in (self, *self.callers))
+
+    @property
+    def may_be_infinite(self) -> bool:
+        """As ``may_be_unwritten``, of infinities that are stored."""
+        return any(each.infinite for each in (self, *self.callers))
 
     @property
     def text(self) -> str:
@@ -66,6 +73,7 @@ def mark_origins(
     Copies of a node keep it.
     """
     hints = hinted_lines(source, first_line, "unwritten: allowed")
+    infinite = hinted_lines(source, first_line, "infinity: intended")
     for node in nodes:
         place = _said_of(node)
         if place is not None:
@@ -73,8 +81,11 @@ def mark_origins(
             assert place.end_col_offset is not None
             span = (place.col_offset, place.end_lineno, place.end_col_offset)
             column = place.col_offset + indentation + 1
-            hint = place.lineno in hints
-            origin = Origin(file, function, place.lineno, column, source, first_line, span, unwritten=hint)
+            line = place.lineno
+            origin = Origin(
+                file, function, line, column, source, first_line, span,
+                unwritten=line in hints, infinite=line in infinite,
+            )  # fmt: skip
             node.origin = origin  # type: ignore[attr-defined]
 
 

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import linecache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from instrumentation import catalogue
 from instrumentation.findings import RefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from instrumentation.findings import BufferFacts, Finding, Frame, MemoryWindow, Stack
 
 _ROW = 16
+LineOf: TypeAlias = "Callable[[str, int], str]"
 
 
-def render(finding: Finding) -> str:
-    """Report of one finding, without a line break at its end."""
+def render(finding: Finding, line_of: LineOf = linecache.getline) -> str:
+    """Report of one finding, without a line break at its end. ``line_of``: gives the text of a source line."""
     sections = (
         _headline(finding),
-        _stack("Seen at", finding.access),
-        _stack("Other access at", finding.previous),
-        _stack("Reserved at", finding.allocation),
-        _stack("Freed at", finding.free),
+        _stack("Seen at", finding.access, line_of),
+        _stack("Other access at", finding.previous, line_of),
+        _stack("Reserved at", finding.allocation, line_of),
+        _stack("Freed at", finding.free, line_of),
         _place(finding),
         _bytes(finding.window),
         [f"Cure: {catalogue.entry(finding.code).cure}"],
@@ -99,13 +100,13 @@ def _path(file: str) -> str:
     return path.relative_to(Path.cwd()).as_posix() if path.is_relative_to(Path.cwd()) else file
 
 
-def _stack(title: str, stack: Stack) -> list[str]:
-    return [f"{title}:", *(line for frame in stack for line in _frame(frame))] if stack else []
+def _stack(title: str, stack: Stack, line_of: LineOf) -> list[str]:
+    return [f"{title}:", *(line for frame in stack for line in _frame(frame, line_of))] if stack else []
 
 
-def _frame(frame: Frame) -> Iterator[str]:
+def _frame(frame: Frame, line_of: LineOf) -> Iterator[str]:
     yield f"  {_path(frame.file)}:{frame.line} in {frame.function}"
-    source = linecache.getline(frame.file, frame.line).strip()
+    source = line_of(frame.file, frame.line).strip()
     if source:
         yield f"      {source}"
 

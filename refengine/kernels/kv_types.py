@@ -60,6 +60,11 @@ class KVType:
         # A warp measures a block, and a scale's place counts in elements of the array.
         assert self.block == 0 or (self.block == 32 and self.dtype.itemsize == 1), self
 
+    @property
+    def bits(self) -> str:
+        """Format of the numbers whose bits the elements are: empty for codes with scales."""
+        return "" if self.block else self.name
+
     def fits(self, head_dim: int) -> bool:
         """Whether rows of ``head_dim`` elements can be stored: they are whole blocks."""
         return head_dim >= 1 and (self.block == 0 or head_dim % self.block == 0)

@@ -83,7 +83,10 @@ class KVCache:
         key, value = KV_TYPES[shape.type_k], KV_TYPES[shape.type_v]
         extents = (shape.n_pages, shape.n_head_kv, shape.head_dim)
         self.layers: list[tuple[View, View]] = [
-            (k.view(key.dtype, key.keys(*extents)), v.view(value.dtype, value.values(*extents)))
+            (
+                k.view(key.dtype, key.keys(*extents), bits=key.bits),
+                v.view(value.dtype, value.values(*extents), bits=value.bits),
+            )
             for k, v in zip(self.buffers[::2], self.buffers[1::2], strict=True)
         ]
         self._free = list(range(shape.n_pages - 1, -1, -1))

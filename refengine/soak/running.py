@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
+    from instrumentation.findings import Finding
     from refengine.gguf_values import Scalar
     from refengine.options import EngineOptions
     from refengine.request import Request
@@ -89,6 +90,7 @@ class Soak:
         #: first answer to each request of the pool, by its number, and which request that was
         self.outputs: dict[int, tuple[int, Output]] = {}
         self.verified = 0
+        self._verifying: list[Finding] = []
         self._clients = [_Client() for _ in range(plan.clients)]
         self._points: dict[str, MemoryPoint | None] = {
             "load": MemoryPoint.of(self.engine), "warm-up": None, "end": None
@@ -310,7 +312,8 @@ class Soak:
                 self.verified += 1
                 watch()
         finally:
-            for finding in engine.findings:
+            self._verifying = engine.findings
+            for finding in self._verifying:
                 self._wrong("finding", f"of the engine that verifies: {render(finding)}")
             engine.close()
 
@@ -343,6 +346,11 @@ class Soak:
             problems=(*self.problems, *self._findings()),
             **self._of_scheduler(),
         )
+
+    @property
+    def found(self) -> list[Finding]:
+        """What was found by now, in the engine that verifies as well."""
+        return [*self.engine.findings, *self._verifying]
 
     def _findings(self) -> Iterator[Problem]:
         for finding in self.engine.findings:

@@ -125,9 +125,9 @@ class CountingDevice(HostDevice):
         if self.counting:
             self.calls[kind] += 1
 
-    def watch(self, allocator: Allocator) -> None:
+    def watch(self, allocator: Allocator, **checks: Any) -> None:
         """Count every reservation of an allocator too."""
-        super().watch(allocator)
+        super().watch(allocator, **checks)
         # Whatever hands out memory hands out a Reservation, and only the heap makes one.
         heap = allocator._heap  # noqa: SLF001 - a second count must not share the code of the first
         make = heap.reservation

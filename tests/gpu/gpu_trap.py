@@ -22,10 +22,9 @@ from trap_world import World
 
 sys.path.append(str(Path(__file__).resolve().parent.parent.parent))
 
+import refengine
 from benchmarks.attention import attention_launches, delta_launch
 from benchmarks.products import OWNER, Place, measure
-
-import refengine
 from instrumentation.allocator import Allocator
 from instrumentation.devices.cuda import CudaDevice
 from instrumentation.findings import Finding, FindingLog
@@ -117,7 +116,7 @@ def faults(report: Report) -> None:
     for fault in PLANTED:
         with report.part(fault.name):
             seen, wrong = _fault(fault, wanted[fault.name])
-            first = seen[0] if seen else {k: "-" for k in ("argument", "lines", "block", "thread")}
+            first = seen[0] if seen else dict.fromkeys(("argument", "lines", "block", "thread"), "-")
             codes = " ".join(f["code"] for f in seen)
             shown = "|".join(str(first[key]) for key in ("argument", "lines", "block", "thread"))
             report.count(fault.name, not wrong)
@@ -183,7 +182,7 @@ def _stale(report: Report) -> None:
     prepared = world.stream.prepare(shifted, 2, _line(world))
     world.stream.synchronize()
     prepared.launch.views["y"].buffer.free()
-    world.stream._queue_launch(prepared)  # noqa: SLF001 - the monitor refuses it
+    world.stream._queue_launch(prepared)
     world.stream.synchronize()
     seen = [(f.code, f.argument, f.count) for f in world.findings]
     report.check("a stale view", seen == [("MEM013", "y", N)], seen)
@@ -276,16 +275,19 @@ def kernels(report: Report) -> None:
         with report.part(name):
             ran = {form: t.run(case.kernel, case.grid, case.arguments, REPEATS) for form, t in timed.items()}
             plain, us = ran[PLAIN]
-            same = all(
-                o[key].tobytes() == plain[key].tobytes() for o, _ in ran.values() for key in plain
-            )
+            same = all(o[key].tobytes() == plain[key].tobytes() for o, _ in ran.values() for key in plain)
             found = [(f.code, f.argument) for t in timed.values() for f in t.found()]
             known, shadows = (ran[form][1] / us for form in (KNOWN, SHADOWS))
             ratios.append((known, name))
             report.count(f"trap {name}", same and not found)
-            print(f"|{name}|{'y' if same else 'NO'}|{us:.2f}|{known:.2f}|{shadows:.2f}|{found[:3] or ''}|", flush=True)
+            print(
+                f"|{name}|{'y' if same else 'NO'}|{us:.2f}|{known:.2f}|{shadows:.2f}|{found[:3] or ''}|",
+                flush=True,
+            )
     ratios.sort(reverse=True)
-    print(f"{sum(r <= LIMIT for r, _ in ratios)} of {len(ratios)} cases within {LIMIT}; the slowest: {ratios[:8]}")
+    print(
+        f"{sum(r <= LIMIT for r, _ in ratios)} of {len(ratios)} cases within {LIMIT}; the slowest: {ratios[:8]}"
+    )
 
 
 def large_launches() -> Iterator[tuple[str, Kernel, Any, dict[str, Any]]]:

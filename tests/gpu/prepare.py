@@ -25,7 +25,7 @@ import gpu_kernels
 import gpu_models
 import gpu_trap
 import numpy as np
-from engines import DATA
+from engines import DATA, increment, scale_by, write_from
 from fake_cuda import FakeDriver, fake_image
 from gpu_prepared import image_file
 from kernel_cases import cases
@@ -34,6 +34,7 @@ from planted_faults import PLANTED
 import refengine
 from instrumentation.allocator import Allocator
 from instrumentation.devices.cuda import CudaDevice
+from instrumentation.devices.numerics import KERNELS as NUMERICS
 from instrumentation.findings import FindingLog
 from instrumentation.kernel import Kernel, cuda_image
 from instrumentation.levels import Level
@@ -69,7 +70,10 @@ class Recorder(FakeDriver):
 
 
 def launched(
-    model: Path, batches: list[tuple[int, int, Any, int]], levels: tuple[str, ...] = ("off", "guard"), **options: Any
+    model: Path,
+    batches: list[tuple[int, int, Any, int]],
+    levels: tuple[str, ...] = ("off", "guard"),
+    **options: Any,
 ) -> list[Kernel]:
     """Kernels of decodes: (position, tokens, wanted rows, candidates) of each, in order."""
     found: dict[str, Kernel] = {}
@@ -167,7 +171,7 @@ def prepare_checked(place: Path) -> None:
     for kernel in [*large, *large_products()]:
         for checked in (False, True):
             write_image(place, kernel, checked=checked)
-    for name in gpu_models.PREPARED_MODELS:
+    for name in gpu_trap.TRAP_MODELS:
         for kernel in model_kernels(name):
             for checked in (False, True):
                 write_image(place, kernel, checked=checked)
@@ -183,7 +187,7 @@ def main(given: list[str]) -> int:
     for what in given[1:] or ["images", "kernels", "models"]:
         started = time.perf_counter()
         if what == "images":
-            for kernel in all_kernels():
+            for kernel in (*all_kernels(), *NUMERICS, increment, scale_by, write_from):
                 write_image(place, kernel)
         elif what == "kernels":
             prepare_kernels(place)

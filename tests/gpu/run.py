@@ -26,6 +26,7 @@ import gpu_checks
 import gpu_costs
 import gpu_kernels
 import gpu_models
+import gpu_numerics
 import gpu_prepared
 import gpu_trap
 from gpu_report import Report
@@ -40,6 +41,7 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
     "costs": gpu_costs.costs,
     "lost": gpu_checks.lost,
     "cli": gpu_checks.cli,
+    "numerics": gpu_numerics.numerics,
     "models": gpu_models.models,
     "memory": gpu_models.memory,
     "kernels": gpu_kernels.kernels,

@@ -17,6 +17,7 @@ from instrumentation.errors import BadInputError, FindingError, OutOfMemoryError
 from instrumentation.levels import Level
 from instrumentation.reports.text import render
 
+
 @pytest.fixture
 def world():
     return World()

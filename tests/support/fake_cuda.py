@@ -50,9 +50,7 @@ class FakeFunction:
         return self.kernel.host(HostOptions(checked=self.checked)).address
 
 
-def fake_image(
-    kernel: Kernel, compute_capability: tuple[int, int], *, checked: bool = False
-) -> CudaImage:
+def fake_image(kernel: Kernel, compute_capability: tuple[int, int], *, checked: bool = False) -> CudaImage:
     """What the fake driver loads a kernel from."""
     key = f"{kernel.name} {id(kernel):#x} {compute_capability} {checked}".encode()
     _functions[key] = FakeFunction(kernel, checked=checked)
