@@ -170,6 +170,8 @@ def beside_arenas(memory: DriverMemory) -> str:
     """``beside arenas: 2 captured graphs 4.0 MiB, loaded kernels 2.0 MiB, page-locked 1.3 MiB of the host``."""
     graphs = f"{memory.graphs} captured graph{'s' * (memory.graphs != 1)} {count_bytes(memory.graph_nbytes)}"
     kernels = f"loaded kernels {count_bytes(memory.kernel_nbytes)}"
+    if memory.handle_nbytes:
+        kernels += f", library handles {count_bytes(memory.handle_nbytes)}"
     return f"beside arenas: {graphs}, {kernels}, page-locked {count_bytes(memory.host_nbytes)} of the host"
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 @options.model_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 @options.context_options
+@options.gemm_option
 @options.speculative_options
 @options.override_option
 @options.check_tensors_option

@@ -35,9 +35,13 @@ context_options = together(
     batch_options,
 )  # fmt: skip
 
+gemm_option = option(
+    "--gemm", default="kernels", metavar="NAME", help="Products of prompts: kernels, cublas."
+)
 placement_options = together(
     option("-dev", "--device", default="auto", metavar="NAME", help="auto, host, cuda or cuda:N."),
     option("-t", "--threads", type=int, metavar="N", help="Threads of the host device; all cores."),
+    gemm_option,
 )
 schedule_option = option("--schedule-seed", type=int, metavar="N", help="Host: queued work in random order.")
 memory_options = together(

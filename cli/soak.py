@@ -62,7 +62,7 @@ _REFUSED = tuple(refused for refused in REFUSED if "--kv-unified" not in refused
     "--fail-kinds",
     default="reserve",
     metavar="KINDS",
-    help="reserve (default), copy, launch, event, graph.",
+    help="reserve (default), copy, launch, event, graph, library.",
 )
 @click.option("-o", "--json", "json_file", metavar="FILE", help="Summary as JSON; - for stdout, no table.")
 @report_option

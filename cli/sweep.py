@@ -111,11 +111,10 @@ def sweep(
       refengine sweep -m smollm2 --sites reserve
     """  # noqa: D301 - click's mark for lines that stay as they are
     from cli.display import display  # noqa: PLC0415 - --help does without what it takes to run
-    from instrumentation.faults import KINDS  # noqa: PLC0415
     from refengine.models import resolve_model  # noqa: PLC0415
-    from refengine.sweep import MODES, Sweep, Workload  # noqa: PLC0415
+    from refengine.sweep import MODES, SWEPT_KINDS, Sweep, Workload  # noqa: PLC0415
 
-    kinds = KINDS if sites.strip() == "all" else _chosen("--sites", sites, KINDS)
+    kinds = SWEPT_KINDS if sites.strip() == "all" else _chosen("--sites", sites, SWEPT_KINDS)
     log = (settings.verbosity, settings.log_format) if settings.verbosity > 0 else None
     planned = Sweep(
         Workload.of(resolve_model(model), n_predict=n_predict, device="host", **given),

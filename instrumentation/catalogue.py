@@ -26,7 +26,6 @@ assert len(CATALOGUE) == len(MEMORY) + len(EXECUTION), "two entries share a code
 NOT_REPORTED = frozenset(
     {
         "RES003",
-        "LIB001", "LIB002",
     }
 )  # fmt: skip
 #: codes that this version reports in some of the cases that their meaning covers

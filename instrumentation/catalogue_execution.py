@@ -74,26 +74,20 @@ EXECUTION = (
         "LIB001",
         "library handle on another stream",
         Level.AUDIT,
-        """A library handle's stream is not the stream of the context that calls it.""",
-        """One handle for each context; set its stream once.""",
-        sketch="""
-        blas.set_stream(stream)
-        with launching(other):
-            blas.gemm(a, b, c)
-        """,
+        """A library handle works on another stream than the one on which it is called: one of another context, one
+        that was destroyed, or one that nobody here has made; or its value is not what the library gave. The stream is
+        read back from the library before each call, which is refused.""",
+        """One handle for each context, which no other code has; set its stream once.""",
     ),
     Entry(
         "LIB002",
         "library workspace not owned",
         Level.AUDIT,
-        """A library handle works in a workspace that is no buffer of its context, was freed, or was
-        reset behind the engine's back: setting a handle's stream does that.""",
-        """Reserve the workspace as a buffer and set it again after each change of the stream.""",
-        sketch="""
-        blas.set_workspace(workspace)
-        blas.set_stream(stream)  # resets the workspace
-        blas.gemm(a, b, c)
-        """,
+        """A library handle works in a workspace that is no buffer of its context, was freed, is too small, is another
+        handle's on a stream that nothing orders, or was reset: setting a handle's stream does that. The call is
+        refused.""",
+        """Reserve a workspace as a buffer for each handle, and set it again after each change of the stream, as
+        `LibraryHandle.set_stream` does.""",
     ),
     Entry(
         "ACC001",

@@ -131,12 +131,13 @@ MEMORY = (
     ),
     Entry(
         "OWN002",
-        "stream or event of another owner",
+        "stream, event or library handle of another owner",
         Level.GUARD,
         """A context recorded, on its stream, an event that belongs to another context, whose waiters take
         it for the owner's work. What a context queues on another one's stream counts as work of that one, and is
-        OWN001 where it names a buffer that is not that one's to use.""",
-        """Give each context a stream and events of its own; order the two by letting one wait for the other's
+        OWN001 where it names a buffer that is not that one's to use. Or a context called a library by another
+        one's handle.""",
+        """Give each context a stream, events and handles of its own; order the two by letting one wait for the other's
         event.""",
     ),
     Entry(

@@ -1,4 +1,4 @@
-"""Fail calls on purpose: every reservation, copy, launch, event and graph call is a numbered fault site.
+"""Fail calls on purpose: every reservation, copy, launch, event, graph and library call is a numbered fault site.
 
 A ``FaultPlan`` says which sites fail; a ``FaultInjector`` counts the sites as a run passes them and fails those. The
 same run passes the same sites in the same order, so "the n-th" names one call.
@@ -13,7 +13,7 @@ from typing import Literal, Protocol, TypeAlias, get_args
 
 from instrumentation.errors import BadInputError, DeviceError
 
-FaultKind: TypeAlias = Literal["reserve", "copy", "launch", "event", "graph"]
+FaultKind: TypeAlias = Literal["reserve", "copy", "launch", "event", "graph", "library"]
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 
 

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from instrumentation.errors import BadInputError
 from instrumentation.findings import Finding, Stack, capture_stack
-from instrumentation.view import View
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from instrumentation.devices.captured import CapturedGraph
-    from instrumentation.devices.launch import Argument, Launch
     from instrumentation.findings import FindingLog
     from instrumentation.ownership import Owner
 
@@ -72,7 +70,7 @@ class GraphRegistry:
 
     def add(self, graph: CapturedGraph, owner: Owner, stream: str) -> None:
         """A graph was captured. Reports (GRA002) one more than its owner's bound, and one that is there already."""
-        contents = tuple(_contents(launch) for launch in graph.captured)
+        contents = tuple(work.contents for work in graph.captured)
         made = Kept(graph.name, owner, stream, graph.launches, contents, capture_stack())
         with self._lock:
             others = [kept for kept in self._kept.values() if kept.owner == owner]
@@ -169,17 +167,6 @@ class GraphRegistry:
                     previous=begun,
                 )
             )
-
-
-def _contents(launch: Launch) -> Hashable:
-    kernel = launch.kernel
-    return kernel.name, id(kernel), launch.grid, tuple(_value(value) for value in launch.arguments.values())
-
-
-def _value(value: Argument) -> Hashable:
-    if isinstance(value, View):
-        return value.address, value.dtype.str, value.shape
-    return repr(value)
 
 
 def _holders(others: Sequence[Kept]) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from refengine.errors import AbortedError, ComputeError, ContextSizeError
 from refengine.executor import MAX_EXECUTABLES, Executor, Operations
 from refengine.graph import BatchShape
 from refengine.kernels.rope import rope_tables
+from refengine.library_products import ARENA, LibraryProducts
 from refengine.memory.kv_cache import KVCache
 from refengine.memory.recurrent_state import RecurrentState
 from refengine.outputs import candidates_of
@@ -87,6 +88,7 @@ class Context:
             if self.settings.hands_over:
                 self._handed = device.create_event(owner=self.owner, name="hidden states")
                 undo.callback(self._handed.destroy)
+            library = self._open_library(device, allocator, undo)
             operations = Operations(
                 weights,
                 dict(zip(plan.attention_layers, self.cache.layers, strict=True)),
@@ -95,6 +97,7 @@ class Context:
                 rotary,
                 {**self.kept, **(follows.kept if follows is not None else {})},
                 wide=device.wide_loads,
+                library=library,
             )
             self.executor = Executor(
                 allocator, self.stream, self.owner, plan.graph, operations,
@@ -139,6 +142,15 @@ class Context:
         name, rows = self.plan.kept_rows
         shape = (rows, self.config.n_embd)
         return {name: self._reserve(allocator, "kept", self.plan.kept, [shape], undo)[0]}
+
+    def _open_library(self, device: Device, allocator: Allocator, undo: ExitStack) -> LibraryProducts | None:
+        if not self.plan.library:
+            return None
+        shapes = [(request.nbytes // 4,) for request in self.plan.library]
+        workspace, weights = self._reserve(allocator, ARENA, self.plan.library, shapes, undo)
+        library = LibraryProducts(device, self.stream, self.owner, workspace, weights)
+        undo.callback(library.release)
+        return library
 
     def _reserve(
         self,

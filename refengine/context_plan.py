@@ -16,6 +16,7 @@ from refengine.graph import BatchShape, ContextShape
 from refengine.kernels.attention import SPAN
 from refengine.kernels.kv_types import PAGE
 from refengine.kernels.select import CANDIDATES
+from refengine.library_products import ARENA, by_library, requests
 from refengine.memory.kv_cache import CacheShape
 from refengine.memory.recurrent_state import RecurrentShape
 from refengine.planner import plan
@@ -57,6 +58,8 @@ class ContextSettings:
     fewest_launches: bool = False
     #: find the candidates that a batch asks for on the device; without, it is given all logits
     chooses: bool = False
+    #: give products of many rows to the device's library
+    library: bool = False
 
     def __post_init__(self) -> None:
         assert min(self.n_ctx, self.n_batch, self.n_ubatch, self.n_sequences) >= 1, self
@@ -198,6 +201,8 @@ class ContextPlan:
     def graph(self, shape: BatchShape) -> Graph:
         """The graph that is run for one batch shape."""
         graph = self.model_graph(shape)
+        if self.settings.library:
+            graph = by_library(graph)
         if not self.settings.fuse:
             return graph
         return fused(graph, fewest=self.settings.fewest_launches)
@@ -208,6 +213,13 @@ class ContextPlan:
         context = ContextShape(settings.n_sequences, settings.n_pages, settings.n_hidden, settings.n_rs_seq)
         build = BUILDERS if self.role == "target" else DRAFT_BUILDERS
         return build[self.config.architecture](self.config, context, shape)
+
+    @cached_property
+    def library(self) -> list[BufferRequest]:
+        """What a library works in: workspace, and a matrix as float32. Nothing when no batch has rows enough."""
+        if not self.settings.library:
+            return []
+        return requests((self.graph(shape) for shape in self.settings.worst_shapes), self.owner)
 
     def arenas(self) -> list[tuple[str, list[list[BufferRequest]]]]:
         """Name and layouts, of which one is in use at a time, of each arena that a context reserves."""
@@ -220,6 +232,7 @@ class ContextPlan:
             ("recurrent", [recurrent.requests(self.owner)] if recurrent is not None else []),
             ("rotary", [self.rotary]),
             ("kept", [self.kept] if self.kept else []),
+            (ARENA, [self.library] if self.library else []),
             ("compute", compute),
         ]
         return [(name, layouts) for name, layouts in arenas if layouts]

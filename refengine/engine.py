@@ -26,6 +26,7 @@ from refengine.context import Context
 from refengine.errors import ContextSizeError, RequestError
 from refengine.gguf_file import GGUFFile
 from refengine.inspection import check_limit
+from refengine.library_products import open_library
 from refengine.models import resolve_model
 from refengine.options import EngineOptions
 from refengine.request import Ask
@@ -93,6 +94,8 @@ class Engine:
         self.device = open_device(
             options.device, threads=options.threads, schedule_seed=options.schedule_seed
         )
+        if options.gemm == "cublas":
+            open_library(self.device)  # refused before weights are read
         fewest, chooses = self.device.wide_loads, self.device.behind_bus
         plans = options.context_plans(self.config, fewest_launches=fewest, chooses=chooses)
         self.settings = plans[0].settings

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from instrumentation import interrupts
 from refengine.errors import AbortedError
-from refengine.operands import Call, Operands
+from refengine.library_products import GEMM
+from refengine.operands import Operands, Step
 from refengine.ops import OPS
 from refengine.planner import Plan, plan
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from instrumentation.view import View
     from refengine.graph import BatchShape, Graph, Node
     from refengine.kernels.kv_types import CacheType
+    from refengine.library_products import LibraryProducts
     from refengine.weights import Weights
 
 #: batch shapes whose captured launches are kept
@@ -49,9 +51,11 @@ class Operations:
     buffers: Mapping[str, View] = field(default_factory=dict)
     #: as ``Device.wide_loads``
     wide: bool = False
+    #: the library that products of many rows are given to; None without one
+    library: LibraryProducts | None = None
 
-    def call(self, node: Node, views: Mapping[str, View]) -> Call:
-        """The launch that a node stands for."""
+    def call(self, node: Node, views: Mapping[str, View]) -> Step:
+        """What a node stands for on a stream: a launch, or a call of a library."""
         matrices = self.weights.matrices
         vectors = self.weights.vectors
         named = {**node.tensors, **node.others}
@@ -68,6 +72,7 @@ class Operations:
             rotary=self.rotary,
             buffers={role: self.buffers[name] for role, name in node.buffers.items()},
             wide=self.wide,
+            library=self.library,
         )
         return OPS[node.op](operands)
 
@@ -92,6 +97,8 @@ class Executable:
             )
             for spec in graph.tensors.values()
         }
+        #: whether the library has loaded what it needs for this shape, which a capture would not let it do
+        self.may_capture = all(node.op != GEMM for node in graph.nodes)
         #: the launches of the first
         self.captured: CapturedGraph | None = None
         buffer = overlay.buffers[layout.place[next(iter(layout.inputs))]]
@@ -216,12 +223,13 @@ class Executor:
         self.stream.synchronize()
 
     def _queue_launches(self, executable: Executable) -> None:
-        if executable.captured is None and self.capture:
+        if executable.captured is None and self.capture and executable.may_capture:
             executable.captured = self._captured(executable)
         if executable.captured is not None:
             self.stream.replay(executable.captured)
         else:
             self._launch(executable, executable.nodes)
+            executable.may_capture = True
 
     def _captured(self, executable: Executable) -> CapturedGraph:
         self.stream.begin_capture()
@@ -235,8 +243,7 @@ class Executor:
         for node in nodes:
             if interrupts.pending():  # a first launch compiles its kernel, which takes a while
                 raise AbortedError("interrupted")
-            call = self.operations.call(node, executable.views)
-            self.stream.launch(call.kernel, call.grid, call.arguments)
+            self.operations.call(node, executable.views).queue(self.stream)
 
     def check_integrity(self) -> None:
         """The compute arena has the layouts of the executables and no others. Raises AssertionError: a bug here."""

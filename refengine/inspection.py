@@ -242,6 +242,8 @@ class DriverMemory:
     kernel_nbytes: int
     #: bytes of the host's memory that are page-locked
     host_nbytes: int
+    #: bytes of device memory of libraries' handles, without their workspaces
+    handle_nbytes: int = 0
 
     @classmethod
     def of(cls, engine: Engine) -> DriverMemory:
@@ -254,6 +256,7 @@ class DriverMemory:
             graph_nbytes=sum(nbytes for *_, nbytes in graphs),
             kernel_nbytes=sum(usage.device for _, name, usage in rows if name == "loaded kernels"),
             host_nbytes=sum(usage.host for *_, usage in rows),
+            handle_nbytes=sum(usage.device for _, name, usage in rows if name.startswith("handle ")),
         )
 
     def __bool__(self) -> bool:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from instrumentation.devices.base import Stream
     from instrumentation.devices.launch import Argument
     from instrumentation.kernel import Kernel
     from instrumentation.view import View
     from refengine.graph import Setting
     from refengine.kernels.kv_types import CacheType
+    from refengine.library_products import LibraryProducts
     from refengine.weights import Matrix
 
 
@@ -38,12 +40,22 @@ class Operands:
     buffers: Mapping[str, View]
     #: whether products run in the form for a GPU: ``Device.wide_loads``
     wide: bool = False
+    #: the library that products of many rows are given to; None without one
+    library: LibraryProducts | None = None
 
     @property
     def y(self) -> View:
         """The output of a node that has one."""
         assert self.output is not None
         return self.output
+
+
+class Step(Protocol):
+    """What an operation puts on a stream."""
+
+    def queue(self, stream: Stream) -> None:
+        """Queue it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,10 @@ class Call:
     kernel: Kernel
     grid: int | tuple[int, ...]
     arguments: dict[str, Argument]
+
+    def queue(self, stream: Stream) -> None:
+        """Launch it."""
+        stream.launch(self.kernel, self.grid, self.arguments)
 
 
 def ceil_div(n: int, unit: int) -> int:

@@ -13,7 +13,7 @@ from refengine.kernels.rope import Pairing, rope
 from refengine.kernels.rope_store import rope_store
 from refengine.kernels.select import best_of_chunks, best_of_rows
 from refengine.kernels.short_conv import ROWS, short_conv, short_conv_gates
-from refengine.operands import Call, Operands, ceil_div
+from refengine.operands import Call, Operands, Step, ceil_div
 from refengine.product_ops import PRODUCT_OPS
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def _output_gate(o: Operands) -> Call:
     return Call(gates.output_gate, x.shape[0], {"x": x, "q_gate": q_gate, "y": y})
 
 
-OPS: dict[str, Callable[[Operands], Call]] = {
+OPS: dict[str, Callable[[Operands], Step]] = {
     **PRODUCT_OPS,
     "add": _add,
     "attention": _attention,

@@ -32,6 +32,7 @@ _RANGES = {
     "draft_n_max": (1, MAX_OUTPUTS - 1),
     "draft_n_min": (0, MAX_OUTPUTS - 1),
 }
+GEMMS = ("kernels", "cublas")
 SPEC_TYPES = ("none", "draft-mtp")
 
 
@@ -66,13 +67,16 @@ class EngineOptions:
     cuda_graphs: bool = True
     worst_case_reserve: bool = True
     fast: bool = False
+    #: what computes products of many rows, those of prompts: this project's kernels, or NVIDIA's library. With cublas
+    #: a row's bits depend on how many rows are computed with it
+    gemm: str = "kernels"
     #: threads of the host device; all cores unless given
     threads: int | None = None
     #: the host device runs what is queued in the random order of this seed, which must not change a bit
     schedule_seed: int | None = None
 
     def __post_init__(self) -> None:
-        Level.parse(self.check)
+        level = Level.parse(self.check)
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
@@ -87,6 +91,15 @@ class EngineOptions:
             check_cache_type(name, getattr(self, name))
         if self.fast:
             raise BadInputError("fast=True is not built yet; leave it at its default")
+        if self.gemm not in GEMMS:
+            raise BadInputError(f"gemm {self.gemm!r} is unknown; use one of {', '.join(GEMMS)}")
+        if self.gemm == "cublas" and self.device == "host":
+            raise BadInputError("gemm cublas: device host has no cuBLAS; use device cuda, or gemm kernels")
+        if self.gemm == "cublas" and level >= Level.TRAP:
+            raise BadInputError(
+                f"gemm cublas with check level {self.check}: nobody sees what a library's kernels access; use audit, "
+                "or gemm kernels"
+            )
         if self.schedule_seed is not None:
             check_seed(self.schedule_seed)
         self._check_drafts()
@@ -166,6 +179,7 @@ class EngineOptions:
             n_rs_seq=self.n_draft if config.hybrid is not None else 0,
             hands_over=self.spec_type != "none",
             worst_case_reserve=self.worst_case_reserve,
+            library=self.gemm == "cublas",
         )
 
     def context_plans(

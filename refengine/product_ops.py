@@ -12,7 +12,7 @@ from refengine.kernels.elementwise import SPAN
 from refengine.kernels.mul_mat import TILE, WIDE_OUTPUTS, WIDE_TILE, get_rows, mul_mat
 from refengine.kernels.products import mul_mat_add, mul_mat_swiglu, mul_mats
 from refengine.kernels.quants.layout import LANES
-from refengine.operands import Call, Operands, ceil_div
+from refengine.operands import Call, Operands, Step, ceil_div
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -162,10 +162,16 @@ def _combine_experts(o: Operands) -> Call:
     return Call(experts.combine_experts, (ceil_div(o.y.shape[1], SPAN), o.y.shape[0]), arguments)
 
 
-PRODUCT_OPS: dict[str, Callable[[Operands], Call]] = {
+def _gemm(o: Operands) -> Step:
+    assert o.library is not None, "a graph of a library's products, and no library"
+    return o.library.product(o.matrices["weight"], o.tensors["x"], o.y)
+
+
+PRODUCT_OPS: dict[str, Callable[[Operands], Step]] = {
     "combine_experts": _combine_experts,
     "combine_experts_add": _combine_experts_add,
     "experts_swiglu": _experts_swiglu,
+    "gemm": _gemm,
     "get_rows": _get_rows,
     "mul_mat": _mul_mat,
     "mul_mat_add": _mul_mat_add,

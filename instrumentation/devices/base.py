@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
     from instrumentation.account import Account
     from instrumentation.allocator import Allocator
+    from instrumentation.blas import BlasCalls
     from instrumentation.devices.launch import Argument, Grid
     from instrumentation.faults import Faults
     from instrumentation.globs import Globs
+    from instrumentation.handles import Library, LibraryCall
     from instrumentation.kernel import Kernel
     from instrumentation.memory_watch import MemoryWatch
     from instrumentation.ownership import Owner
@@ -115,6 +117,10 @@ class Stream(Protocol):
         """Queue a kernel over ``grid`` blocks. Raises ``BadInputError`` or ``FindingError`` and queues nothing."""
         ...
 
+    def call(self, call: LibraryCall) -> None:
+        """Queue a call of a library, whose handle has this stream. Raises as ``launch`` does, and queues nothing."""
+        ...
+
     def copy_in(self, target: View, source: npt.NDArray[Any]) -> None:
         """Queue a copy from host memory, which must not change until the copy ran."""
         ...
@@ -198,6 +204,10 @@ class Device(DeviceMemory, Protocol):
 
     def create_event(self, *, owner: Owner, name: str) -> Event:
         """A new event of ``owner``."""
+        ...
+
+    def blas(self) -> Library[BlasCalls]:
+        """The library of products that works on this device's streams. Raises ``BadInputError`` without one."""
         ...
 
     def bound_graphs(self, owner: Owner, at_most: int) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from instrumentation.devices.monitor import Access, Standing, launch_accesses
+from instrumentation.devices.monitor import Access, Standing, work_accesses
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from instrumentation.devices.launch import Launch
+    from instrumentation.devices.launch import Work
     from instrumentation.devices.watched import WatchedDevice
     from instrumentation.happens_before.footprint import Footprint
 
@@ -21,7 +21,7 @@ _serials = itertools.count(1)
 class CapturedGraph:
     """Launches that are replayed as one. Pins every buffer that they name until ``destroy``."""
 
-    def __init__(self, device: WatchedDevice, name: str, launches: Sequence[Launch]) -> None:
+    def __init__(self, device: WatchedDevice, name: str, launches: Sequence[Work]) -> None:
         self.device = device
         self.name = name
         #: number of this graph among all
@@ -33,7 +33,7 @@ class CapturedGraph:
         self.footprint: Footprint | None = None
         accesses: dict[tuple[int, str], Access] = {}
         for launch in launches:
-            for access in launch_accesses(launch):
+            for access in work_accesses(launch):
                 accesses.setdefault((access.view.buffer.serial, access.mode), access)
         #: one for each buffer and mode, checked anew at each replay
         self.standing = Standing(accesses.values())
@@ -58,7 +58,7 @@ class CapturedGraph:
     def every_access(self) -> Iterator[Access]:
         """What each launch accesses, in order."""
         for launch in self.captured:
-            yield from launch_accesses(launch)
+            yield from work_accesses(launch)
 
     def destroy(self) -> None:
         """Unpin the buffers."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from instrumentation.devices.captured import CapturedGraph
 from instrumentation.devices.launch import bind
-from instrumentation.devices.monitor import Access, allowed, launch_accesses
+from instrumentation.devices.monitor import Access, allowed, work_accesses
 from instrumentation.errors import BadInputError, DeviceError
 from instrumentation.faults import FaultKind, pass_site
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from instrumentation.devices.base import Event, Graph
-    from instrumentation.devices.launch import Argument, Grid, Launch
+    from instrumentation.devices.launch import Argument, Grid, Launch, Work
     from instrumentation.devices.watched import WatchedDevice
+    from instrumentation.handles import LibraryCall
     from instrumentation.kernel import Kernel
     from instrumentation.ownership import Mode, Owner
     from instrumentation.view import View
@@ -97,6 +98,12 @@ class CheckedStream(ABC, Generic[P, E, G]):
     def _queue_launch(self, prepared: P) -> None: ...
 
     @abstractmethod
+    def _queue_call(self, call: LibraryCall) -> None: ...
+
+    @abstractmethod
+    def _capture_call(self, call: LibraryCall) -> P: ...
+
+    @abstractmethod
     def _queue_copy_in(self, target: View, source: npt.NDArray[Any]) -> None: ...
 
     @abstractmethod
@@ -126,7 +133,7 @@ class CheckedStream(ABC, Generic[P, E, G]):
         """Queue a kernel; see ``Stream.launch``."""
         self._require_usable()
         launch = bind(kernel, grid, arguments)
-        accesses = self._admit_launch(launch)
+        accesses = self._admit_work(launch, "launch")
         prepared = self._prepare(launch)
         if self._capture is not None:
             self._capture.append(prepared)
@@ -134,14 +141,26 @@ class CheckedStream(ABC, Generic[P, E, G]):
             with self._ordered(accesses):
                 self._queue_launch(prepared)
 
-    def _admit_launch(self, launch: Launch) -> Sequence[Access]:
+    def _admit_work(self, work: Work, kind: FaultKind) -> Sequence[Access]:
         accesses: Sequence[Access] = ()
         if self.device.monitor is not None:
-            accesses = launch_accesses(launch)
+            accesses = work_accesses(work)
             self.device.monitor.check(accesses, self.owner, self.name)
         if self.device.faults is not None:
-            pass_site(self.device.faults, "launch", f"{launch.kernel.name} on {self.name}")
+            pass_site(self.device.faults, kind, f"{work.name} on {self.name}")
         return accesses
+
+    def call(self, call: LibraryCall) -> None:
+        """Queue a call of a library; see ``Stream.call``."""
+        self._require_usable()
+        call = call.admitted(self)
+        accesses = self._admit_work(call, "library")
+        if self._capture is not None:
+            self._capture.append(self._capture_call(call))
+            return
+        call.require_alone(self)
+        with self._ordered(accesses):
+            self._queue_call(call)
 
     def copy_in(self, target: View, source: npt.NDArray[Any]) -> None:
         """Queue a copy from host memory."""
@@ -225,7 +244,7 @@ class CheckedStream(ABC, Generic[P, E, G]):
         pass_site(self.device.faults, "graph", f"end_capture of {name} on {self.name}")
         launches = self._capture
         self.abandon_capture()
-        graph = self._make_graph(name, launches)
+        graph = self._make_graph(name, [self._checked_again(prepared) for prepared in launches])
         if self.device.audit is not None:
             try:
                 self.device.audit.graphs.add(graph, self.owner, self.name)
@@ -233,6 +252,10 @@ class CheckedStream(ABC, Generic[P, E, G]):
                 graph.destroy()
                 raise
         return graph
+
+    def _checked_again(self, prepared: P) -> P:
+        """Before what was collected is captured in one go: what may be otherwise than when it was collected."""
+        return prepared
 
     def abandon_capture(self) -> None:
         """Forget a capture."""

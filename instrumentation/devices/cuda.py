@@ -14,8 +14,12 @@ from instrumentation.faults import pass_site
 from instrumentation.kernel.cuda_image import compile_image
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from instrumentation.blas import BlasCalls
     from instrumentation.devices.cuda_context import Compile
     from instrumentation.devices.cuda_driver import Driver
+    from instrumentation.handles import Library
     from instrumentation.ownership import Owner
 
 __all__ = ["CudaDevice", "CudaEvent", "CudaGraph", "CudaStream"]
@@ -49,6 +53,8 @@ class CudaDevice(CudaMemory, WatchedDevice):
         self.streams: dict[CudaStream, None] = {}
         #: reports of checked launches
         self.reports = CudaTraps(self)
+        #: opened when it is asked for
+        self.library: Library[BlasCalls] | None = None
 
     def create_stream(self, *, owner: Owner, name: str) -> CudaStream:
         """A new queue."""
@@ -65,6 +71,22 @@ class CudaDevice(CudaMemory, WatchedDevice):
         """Wait for every stream."""
         for stream in list(self.streams):
             stream.synchronize()
+
+    def blas(self) -> Library[BlasCalls]:
+        """The library of products: cuBLAS. Raises ``BadInputError`` where it is not installed."""
+        if self.library is None:
+            from instrumentation.devices.cublas import open_cublas  # noqa: PLC0415 - for who asks for it
+
+            self.library = open_cublas()
+        return self.library
+
+    def calls_of(self, who: str) -> AbstractContextManager[object]:
+        """Calls of a library in the device's context."""
+        return self.context.calls(who)
+
+    def free_memory(self) -> int:
+        """Bytes that nobody holds."""
+        return self.memory_info().free
 
     @property
     def lost(self) -> bool:

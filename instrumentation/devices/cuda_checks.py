@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from instrumentation.buffer import Buffer
     from instrumentation.devices.cuda import CudaDevice
     from instrumentation.devices.cuda_stream import CudaStream
-    from instrumentation.devices.launch import Launch
+    from instrumentation.devices.launch import Work
     from instrumentation.redzones import Region
 
 #: canaries that are compared between two looks at the flags
@@ -61,15 +61,13 @@ class Queued:
 
     first: int
     table: RegionTable
-    launches: Sequence[Launch]
+    launches: Sequence[Work]
     graph: str
 
 
-def written_buffers(launches: Iterable[Launch]) -> tuple[Buffer, ...]:
+def written_buffers(launches: Iterable[Work]) -> tuple[Buffer, ...]:
     """Buffers that launches write, each once."""
-    views = (
-        view for launch in launches for name, view in launch.views.items() if name in launch.kernel.writes
-    )
+    views = (view for launch in launches for name, view in launch.views.items() if name in launch.writes)
     return tuple({view.buffer.serial: view.buffer for view in views}.values())
 
 
@@ -102,7 +100,7 @@ class CanaryChecks:
             stream.owner, f"checks of stream {stream.name}", device=MAX_ROWS * _ROW_NBYTES, host=4 * FLAGS
         )
 
-    def after_launch(self, launch: Launch) -> None:
+    def after_launch(self, launch: Work) -> None:
         """Queue the check of what a launch wrote."""
         buffers = written_buffers((launch,))
         key = tuple(buffer.serial for buffer in buffers)
@@ -110,7 +108,7 @@ class CanaryChecks:
             self._tables[key] = self._short_table(buffers)
         self._check(self._tables[key], (launch,), "")
 
-    def after_replay(self, table: RegionTable | None, launches: Sequence[Launch], graph: str) -> None:
+    def after_replay(self, table: RegionTable | None, launches: Sequence[Work], graph: str) -> None:
         """Queue the check of what a graph wrote."""
         self._check(table, launches, graph)
 
@@ -188,7 +186,7 @@ class CanaryChecks:
         values = (memory, table, self._flags_array, 0, step)
         return RegionTable(regions, pack(check_regions.signature, values))
 
-    def _check(self, table: RegionTable | None, launches: Sequence[Launch], graph: str) -> None:
+    def _check(self, table: RegionTable | None, launches: Sequence[Work], graph: str) -> None:
         if table is None:
             return
         n = len(table.regions)
@@ -218,7 +216,7 @@ class CanaryChecks:
         blamed = writers[0] if len(writers) == 1 else None
         self.allocator.find_damage(
             region.address + offset,
-            kernel=blamed.kernel.name if blamed is not None else f"graph {check.graph}",
+            kernel=blamed.name if blamed is not None else f"graph {check.graph}",
             launch=blamed.number if blamed is not None else None,
             stream=self._stream.name,
             actor=self._stream.owner.name,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from instrumentation.devices.cuda_trap import CudaTrap
     from instrumentation.devices.launch import Launch
     from instrumentation.devices.numerics import NumericChecks
+    from instrumentation.handles import LibraryCall
 
 
 class DeviceArray(NamedTuple):
@@ -139,6 +140,34 @@ class PreparedLaunch:
 
     def __str__(self) -> str:
         return f"{self.launch.kernel.name} (launch {self.launch.number})"
+
+
+class PreparedCall:
+    """A checked call of a library, as part of a captured graph."""
+
+    __slots__ = ("launch", "marks")
+    #: the library's kernels are not ours to check
+    trap = None
+    numerics = None
+
+    def __init__(self, call: LibraryCall, marks: Sequence[tuple[int, int]] = ()) -> None:
+        self.launch = call
+        #: as those of ``PreparedLaunch``
+        self.marks = marks
+
+    def queue(self, driver: Driver, stream: Any, *, early: bool = False) -> None:
+        """Make the call: the library queues on the stream that is being captured, which its handle has."""
+        assert not early, "a library's kernels wait for nobody"
+        self.launch.queue(captured=True)
+        for address, nbytes in self.marks:
+            driver.fill(address, WRITTEN, nbytes, stream)
+
+    def __str__(self) -> str:
+        return str(self.launch)
+
+
+#: what a stream queues, and captures
+Prepared: TypeAlias = PreparedLaunch | PreparedCall
 
 
 def block_of(shape: tuple[int, ...]) -> tuple[int, int, int]:

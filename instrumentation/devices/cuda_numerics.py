@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from instrumentation.devices.cuda import CudaDevice
-    from instrumentation.devices.cuda_launch import PreparedLaunch
+    from instrumentation.devices.cuda_launch import Prepared
     from instrumentation.devices.cuda_stream import CudaStream
     from instrumentation.devices.numerics import NumericChecks, NumericsWatch
     from instrumentation.devices.steps import Step
@@ -50,7 +50,7 @@ class CudaNumerics:
             self.release()
             raise
 
-    def queue(self, prepared: PreparedLaunch, launch: Callable[[], None]) -> None:
+    def queue(self, prepared: Prepared, launch: Callable[[], None]) -> None:
         """Queue, or capture, a launch with its steps."""
         checks = prepared.numerics
         if checks is None or self.watch.found:
@@ -63,7 +63,7 @@ class CudaNumerics:
         self._queue(behind)
         self.runs((checks,))
 
-    def make_room(self, launches: Iterable[PreparedLaunch]) -> None:
+    def make_room(self, launches: Iterable[Prepared]) -> None:
         """Have marks for each of these launches, which a capture cannot allocate."""
         wanted = max((each.numerics.n_marks for each in launches if each.numerics is not None), default=0)
         if wanted > self._marks.shape[0]:

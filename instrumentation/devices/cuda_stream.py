@@ -14,13 +14,14 @@ from instrumentation.devices.captured import CapturedGraph
 from instrumentation.devices.checked_stream import CheckedEvent, CheckedStream
 from instrumentation.devices.cuda_checks import CanaryChecks, RegionTable, written_buffers
 from instrumentation.devices.cuda_driver import DriverCallError
-from instrumentation.devices.cuda_launch import PreparedLaunch
+from instrumentation.devices.cuda_launch import Prepared, PreparedCall, PreparedLaunch
 from instrumentation.devices.cuda_numerics import CudaNumerics
 from instrumentation.devices.cuda_staging import Staging
 from instrumentation.devices.cuda_trap import CudaTrap, mark_copied, mark_written, written_marks
 from instrumentation.devices.launch import bind
 from instrumentation.devices.numerics import NumericChecks
 from instrumentation.kernel.cuda_entry import LEAST_CAPABILITY
+from instrumentation.shadow import WRITTEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from instrumentation.devices.cuda import CudaDevice
     from instrumentation.devices.cuda_driver import Driver
     from instrumentation.devices.launch import Argument, Grid, Launch
+    from instrumentation.handles import LibraryCall
     from instrumentation.kernel import Kernel
     from instrumentation.ownership import Owner
     from instrumentation.view import View
@@ -76,7 +78,7 @@ class CudaGraph(CapturedGraph):
 
     device: CudaDevice
 
-    def __init__(self, stream: CudaStream, name: str, launches: list[PreparedLaunch]) -> None:
+    def __init__(self, stream: CudaStream, name: str, launches: list[Prepared]) -> None:
         super().__init__(stream.device, name, [prepared.launch for prepared in launches])
         self._calls = stream.device.context.calls(f"graph {name}")
         self.table: RegionTable | None = None
@@ -109,13 +111,17 @@ class CudaGraph(CapturedGraph):
             self.destroy()
             raise
 
-    def _may_overlap(self, *launches: PreparedLaunch) -> bool:
+    def _may_overlap(self, *launches: Prepared) -> bool:
         """Whether the second may start while the first runs: it waits for it, but takes room that large ones need."""
         if self.device.context.compute_capability < LEAST_CAPABILITY or launches[0].marks:
             return False
-        return all(prod(prepared.grid) <= MOST_BLOCKS for prepared in launches)
+        # A library's kernels do not wait for those before them.
+        return all(
+            isinstance(prepared, PreparedLaunch) and prod(prepared.grid) <= MOST_BLOCKS
+            for prepared in launches
+        )
 
-    def _capture(self, launches: list[PreparedLaunch]) -> Any:
+    def _capture(self, launches: list[Prepared]) -> Any:
         driver, handle = self.device.context.driver, self.stream.handle
         driver.begin_capture(handle)
         try:
@@ -181,7 +187,7 @@ class CudaGraph(CapturedGraph):
         return f"graph {self.name}"
 
 
-class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
+class CudaStream(CheckedStream[Prepared, CudaEvent, CudaGraph]):
     """A stream of a GPU. Work begins when it is queued; what a copy out brings is there after ``synchronize``."""
 
     device: CudaDevice
@@ -209,13 +215,13 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
         """A launch that is checked and packed once and queued often: see ``launch_prepared``."""
         self._require_usable()
         launch = bind(kernel, grid, arguments)
-        self._admit_launch(launch)
+        self._admit_work(launch, "launch")
         return self._prepare(launch)
 
     def launch_prepared(self, prepared: PreparedLaunch) -> None:
         """Queue a prepared launch, after the checks that can have another result by now."""
         self._require_usable()
-        with self._ordered(self._admit_launch(prepared.launch)):
+        with self._ordered(self._admit_work(prepared.launch, "launch")):
             self._queue_launch(prepared)
 
     def _prepare(self, launch: Launch) -> PreparedLaunch:
@@ -229,7 +235,28 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
             written_marks(launch) if device.trap and not checked else (),
         )
 
-    def _queue_launch(self, prepared: PreparedLaunch) -> None:
+    def _queue_call(self, call: LibraryCall) -> None:
+        device = self.device
+        device.settle()
+        self.pending = True
+        call.queue()
+        with self._calls:
+            device.context.last_launch = call
+            for address, nbytes in written_marks(call):
+                self._driver.fill(address, WRITTEN, nbytes, self.handle)
+            checks = self.checks()
+            if checks is not None:
+                checks.after_launch(call)
+
+    def _capture_call(self, call: LibraryCall) -> PreparedCall:
+        return PreparedCall(call, written_marks(call))
+
+    def _checked_again(self, prepared: Prepared) -> Prepared:
+        if isinstance(prepared, PreparedCall):
+            return self._capture_call(prepared.launch.admitted(self))
+        return prepared
+
+    def _queue_launch(self, prepared: Prepared) -> None:
         device = self.device
         if prepared.trap is not None:
             self._expect_reports([prepared.trap])
@@ -315,7 +342,7 @@ class CudaStream(CheckedStream[PreparedLaunch, CudaEvent, CudaGraph]):
 
     # --- graphs
 
-    def _make_graph(self, name: str, launches: list[PreparedLaunch]) -> CudaGraph:
+    def _make_graph(self, name: str, launches: list[Prepared]) -> CudaGraph:
         # Launches are collected first and captured in one go: while a capture is going on the driver refuses to
         # allocate and to load kernels, and whoever gives a capture up leaves nothing behind.
         self.device.settle()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from instrumentation.devices.cuda import CudaDevice
     from instrumentation.devices.cuda_driver import Driver
-    from instrumentation.devices.launch import Launch
+    from instrumentation.devices.launch import Launch, Work
     from instrumentation.findings import Finding
     from instrumentation.ownership import Owner
     from instrumentation.view import View
@@ -172,9 +172,9 @@ class CudaTraps:
         return list(findings(as_on_the_host(words), run))
 
 
-def written_marks(launch: Launch) -> list[tuple[int, int]]:
-    """Address and bytes of the states that a launch which runs plain among checked ones leaves written."""
-    views = [view for name, view in launch.views.items() if name in launch.kernel.writes and view.nbytes]
+def written_marks(work: Work) -> list[tuple[int, int]]:
+    """Address and bytes of the states that work which runs unchecked among checked launches leaves written."""
+    views = [view for name, view in work.views.items() if name in work.writes and view.nbytes]
     shadows = [(view, shadow_of(view)) for view in views]
     return [(view.address + shadow.delta, view.nbytes) for view, shadow in shadows if shadow is not None]
 

@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING
 
 import numba
 
+from instrumentation.devices.host_blas import HostBlas
 from instrumentation.devices.host_memory import Bytes, HostMemory
 from instrumentation.devices.host_schedule import Schedule, check_seed
 from instrumentation.devices.host_stream import HostEvent, HostStream
 from instrumentation.devices.watched import WatchedDevice
 from instrumentation.errors import BadInputError
 from instrumentation.faults import pass_site
+from instrumentation.handles import Library
 
 if TYPE_CHECKING:
+    from instrumentation.blas import BlasCalls
     from instrumentation.ownership import Owner
 
 __all__ = ["HostDevice", "HostEvent", "HostStream"]
@@ -56,6 +59,7 @@ class HostDevice(HostMemory, WatchedDevice):
         if schedule_seed is not None:
             self.schedule = Schedule(check_seed(schedule_seed), self.streams)
         self._retired: list[Bytes] = []
+        self._library: Library[BlasCalls] | None = None
 
     def create_stream(self, *, owner: Owner, name: str) -> HostStream:
         """A new queue."""
@@ -72,6 +76,12 @@ class HostDevice(HostMemory, WatchedDevice):
         """Run everything queued on every stream."""
         for stream in sorted(self.streams, key=lambda s: s.handle):
             stream.synchronize()
+
+    def blas(self) -> Library[BlasCalls]:
+        """NumPy's products behind a library's interface."""
+        if self._library is None:
+            self._library = Library(HostBlas(self))
+        return self._library
 
     def release(self, address: int) -> None:
         """Give back what ``allocate`` returned; queued work may still name it, so it stays mapped until that ran."""

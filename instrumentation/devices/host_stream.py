@@ -14,11 +14,13 @@ import numpy.typing as npt
 from instrumentation.devices.checked_stream import CheckedEvent, CheckedStream
 from instrumentation.devices.host_batch import Batch, HostGraph, PreparedLaunch
 from instrumentation.devices.host_memory import bytes_at
+from instrumentation.errors import DeviceError
 from instrumentation.shadow import WRITTEN, shadow_of
 
 if TYPE_CHECKING:
     from instrumentation.devices.host import HostDevice
     from instrumentation.devices.launch import Launch
+    from instrumentation.handles import LibraryCall
     from instrumentation.ownership import Owner
     from instrumentation.view import View
 
@@ -105,6 +107,42 @@ class HostStream(CheckedStream[PreparedLaunch, HostEvent, HostGraph]):
 
     def _queue_launch(self, prepared: PreparedLaunch) -> None:
         self._enqueue(prepared)
+
+    def _queue_call(self, call: LibraryCall) -> None:
+        call.queue()
+        self._enqueue(lambda: self._after_call(call))
+
+    def _after_call(self, call: LibraryCall) -> Exception | None:
+        """Compare the canaries of what a library's call wrote."""
+        views = [view for name, view in call.views.items() if name in call.writes]
+        for view in views:
+            _mark_written(view)
+        allocator = self.device.allocator
+        failure: Exception | None = None
+        regions = [] if allocator is None else allocator.canary_regions({view.buffer for view in views})
+        for address, nbytes, byte in regions:
+            offset = self.device.first_mismatch(address, nbytes, byte)
+            if offset >= 0 and allocator is not None:
+                try:
+                    allocator.find_damage(
+                        address + offset,
+                        kernel=call.name,
+                        launch=call.number,
+                        stream=self.name,
+                        actor=self.owner.name,
+                    )
+                except Exception as error:  # noqa: BLE001 - of a callback: who waits raises it
+                    failure = failure or error
+        return failure
+
+    def _capture_call(self, call: LibraryCall) -> PreparedLaunch:
+        raise DeviceError(
+            f"stream {self.name}: {call.name} during capture; the host device captures launches of kernels only"
+        )
+
+    def enqueue_call(self, work: Callable[[], None]) -> None:
+        """For a library that has this stream: put its work behind what is queued."""
+        self._enqueue(work)
 
     def _queue_copy_in(self, target: View, source: npt.NDArray[Any]) -> None:
         self._enqueue(lambda: _copy_host(target, source, into_view=True))

@@ -8,7 +8,7 @@ import operator
 import struct
 from dataclasses import dataclass
 from math import isfinite, prod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from numba.core import types as nb
@@ -17,7 +17,7 @@ from instrumentation.errors import BadInputError
 from instrumentation.view import View
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Hashable, Mapping
 
     from instrumentation.kernel import Kernel
 
@@ -26,7 +26,41 @@ Grid: TypeAlias = int | tuple[int, ...]
 #: CUDA's limits for blocks along x, and along y or z
 MAX_GRID_X = 2**31 - 1
 MAX_GRID_YZ = 65535
-_launch_numbers = itertools.count(1)
+_numbers = itertools.count(1)
+
+
+class Work(Protocol):
+    """What a stream queues and a finding can blame: a launch of a kernel, or a call of a library."""
+
+    @property
+    def name(self) -> str:
+        """Of the kernel, or of the library's function."""
+        ...
+
+    @property
+    def number(self) -> int:
+        """Among all launches and calls since the process started."""
+        ...
+
+    @property
+    def views(self) -> dict[str, View]:
+        """Array arguments by parameter."""
+        ...
+
+    @property
+    def writes(self) -> frozenset[str]:
+        """Parameters whose arrays are written."""
+        ...
+
+    @property
+    def contents(self) -> Hashable:
+        """What two have in common that would do the same to the same memory."""
+        ...
+
+
+def next_number() -> int:
+    """Number of a launch or call that is made now."""
+    return next(_numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +73,26 @@ class Launch:
     arguments: dict[str, Argument]
     #: number of this launch since the process started
     number: int
+
+    @property
+    def name(self) -> str:
+        """Of the kernel."""
+        return self.kernel.name
+
+    @property
+    def writes(self) -> frozenset[str]:
+        """Parameters whose arrays the kernel writes."""
+        return self.kernel.writes
+
+    @property
+    def contents(self) -> Hashable:
+        """See ``Work``."""
+        return (
+            self.kernel.name,
+            id(self.kernel),
+            self.grid,
+            *(contents_of(value) for value in self.arguments.values()),
+        )
 
     @property
     def blocks(self) -> int:
@@ -67,8 +121,8 @@ def bind(kernel: Kernel, grid: Grid, arguments: Mapping[str, Argument]) -> Launc
         else:
             _check_number(kernel, name, kind, arguments[name])
     ordered = {name: arguments[name] for name in kernel.signature}
-    launch = Launch(kernel, extents, ordered, next(_launch_numbers))
-    _refuse_overlap(launch)
+    launch = Launch(kernel, extents, ordered, next_number())
+    refuse_overlap(launch)
     return launch
 
 
@@ -126,16 +180,23 @@ def _check_number(kernel: Kernel, name: str, kind: Any, value: Argument) -> None
         raise BadInputError(f"{where} {value}; give a number that fits {kind}")
 
 
-def _refuse_overlap(launch: Launch) -> None:
+def contents_of(value: Argument) -> Hashable:
+    """What an argument is to ``Work.contents``."""
+    if isinstance(value, View):
+        return value.address, value.dtype.str, value.shape
+    return repr(value)
+
+
+def refuse_overlap(work: Work) -> None:
     """A written argument overlaps no other: both the lowering and the hardware may reorder the accesses."""
-    kernel, views = launch.kernel, launch.views
+    views = work.views
     spans = sorted((v.address, v.address + v.nbytes, name) for name, v in views.items() if v.nbytes)
     # What starts before the furthest end so far overlaps the span that has it.
     furthest, holder = 0, ""
     for start, stop, name in spans:
-        if start < furthest and not kernel.writes.isdisjoint((name, holder)):
+        if start < furthest and not work.writes.isdisjoint((name, holder)):
             raise BadInputError(
-                f"{kernel.name}: arguments {holder} ({views[holder].name}) and {name} ({views[name].name}) overlap "
+                f"{work.name}: arguments {holder} ({views[holder].name}) and {name} ({views[name].name}) overlap "
                 "and one is written; give disjoint views"
             )
         furthest, holder = max((furthest, holder), (stop, name))

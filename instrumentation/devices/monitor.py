@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from instrumentation.devices.captured import CapturedGraph
-    from instrumentation.devices.launch import Launch
+    from instrumentation.devices.launch import Work
     from instrumentation.findings import FindingLog
     from instrumentation.ownership import Mode, Owner
     from instrumentation.view import View
@@ -33,14 +33,12 @@ class Access:
     launch: int | None = None
 
 
-def launch_accesses(launch: Launch) -> list[Access]:
+def work_accesses(work: Work) -> list[Access]:
     """One access for each array argument; a parameter that is read and written counts as written."""
-    name = launch.kernel.name
+    name, writes = work.name, work.writes
     return [
-        Access(
-            name, view, "write" if argument in launch.kernel.writes else "read", name, argument, launch.number
-        )
-        for argument, view in launch.views.items()
+        Access(name, view, "write" if argument in writes else "read", name, argument, work.number)
+        for argument, view in work.views.items()
     ]
 
 

@@ -22,6 +22,10 @@ class HandleRegistry:
         """The handle that was given for it; None when it is not known."""
         return self._given.get(thing, (0, None))[1]
 
+    def find(self, value: int) -> Any:
+        """What has this handle now; None when nothing has."""
+        return next((thing for thing, (known, _) in self._given.items() if known == value), None)
+
     def remove(self, thing: object) -> None:
         """It was destroyed."""
         self._given.pop(thing, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
@@ -19,12 +21,17 @@ from instrumentation.reports.text import refused
 from instrumentation.view import View
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import numpy.typing as npt
 
+    from instrumentation.account import Account
     from instrumentation.allocator import Allocator
+    from instrumentation.blas import BlasCalls
     from instrumentation.faults import Faults
     from instrumentation.findings import FindingLog
     from instrumentation.globs import Globs
+    from instrumentation.handles import Library, LibraryHandle
     from instrumentation.happens_before.audit import HostUse
     from instrumentation.kernel import Kernel
     from instrumentation.ownership import Owner
@@ -42,6 +49,8 @@ class WatchedDevice:
     #: whether it runs checked kernels
     traps: ClassVar[bool] = False
     name: str
+    #: what was taken from the device
+    account: Account
 
     def __init__(self) -> None:
         #: whose canaries are compared; None below level ``guard``
@@ -53,6 +62,8 @@ class WatchedDevice:
         self.memory_watch: MemoryWatch | None = None
         #: handles of streams and events, compared from level ``guard`` on
         self.handles = HandleRegistry()
+        #: handles of libraries that live, in the order in which they were made
+        self.library_handles: dict[LibraryHandle[Any], None] = {}
         self.findings: FindingLog | None = None
         #: which launch makes the first number that is not finite; None: nobody looks
         self.numerics: NumericsWatch | None = None
@@ -144,6 +155,20 @@ class WatchedDevice:
             if problem is not None:
                 self.refuse("STR001", f"{what} of {owner} {problem}", owner, stream)
 
+    # --- libraries
+
+    @abstractmethod
+    def blas(self) -> Library[BlasCalls]:
+        """The library of products that works on this device's streams. Raises ``BadInputError`` without one."""
+
+    def calls_of(self, _who: str) -> AbstractContextManager[object]:
+        """Around calls of a library for ``who``: what they need, and how what the device fails with is raised."""
+        return nullcontext()
+
+    def free_memory(self) -> int:
+        """Bytes of the device's own memory that nobody holds."""
+        return 0
+
     @property
     def lost(self) -> bool:
         """Whether the device failed for good, so that nothing that is queued will run."""
@@ -162,7 +187,16 @@ class WatchedDevice:
 
     def report(self, code: str, message: str, owner: Owner, stream: str | None = None) -> Finding:
         """Report a finding about a stream or event."""
-        finding = Finding(
+        return self.keep(self._finding(code, message, owner, stream))
+
+    def keep(self, finding: Finding) -> Finding:
+        """Report a finding, where findings go."""
+        if self.findings is not None:
+            self.findings.append(finding)
+        return finding
+
+    def _finding(self, code: str, message: str, owner: Owner, stream: str | None) -> Finding:
+        return Finding(
             code=code,
             message=message,
             stream=stream,
@@ -170,6 +204,3 @@ class WatchedDevice:
             device=self.name,
             access=capture_stack(),
         )
-        if self.findings is not None:
-            self.findings.append(finding)
-        return finding

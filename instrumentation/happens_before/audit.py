@@ -107,6 +107,11 @@ class DeviceAudit:
         self._refuse(conflict, broken)
         return Step(self, (op,), touches)
 
+    def unordered(self, stream: CheckedStream[Any, Any, Any], accesses: Sequence[Access]) -> Conflict | None:
+        """What accesses would conflict with, were they queued now. Reports nothing."""
+        with self.shared.lock:
+            return self.shared.detector.check(self._touches(self._begin(stream), accesses))
+
     def copy_in(
         self, stream: CheckedStream[Any, Any, Any], accesses: Sequence[Access], source: npt.NDArray[Any]
     ) -> Step:

@@ -44,7 +44,7 @@ _I1, _I8, _I64 = ir.IntType(1), ir.IntType(8), ir.IntType(64)
 _KINDS = (*KINDS, "shadow")
 
 
-class Address(types.Type):  # type: ignore[misc]
+class Address(types.Type):
     """Where elements of a number type lie, in one of a GPU's address spaces."""
 
     def __init__(self, dtype: Any, space: int) -> None:

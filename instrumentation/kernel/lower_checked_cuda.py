@@ -73,7 +73,7 @@ class _CudaEmitter(FunctionEmitter):
 
     module: CudaModule
 
-    def index_name(self, cuda: str, node: ast.AST) -> str:
+    def index_name(self, cuda: str, node: ast.AST) -> str:  # noqa: ARG002 - as the host's
         """Text of ``cuda.threadIdx.x`` and the like."""
         return f"cuda.{cuda}"
 

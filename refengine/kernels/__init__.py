@@ -89,7 +89,7 @@ def all_kernels() -> Iterator[Kernel]:
     )
     from refengine.kernels.gated_delta import gated_delta  # noqa: PLC0415
     from refengine.kernels.kv_types import KV_TYPES  # noqa: PLC0415
-    from refengine.kernels.mul_mat import TILE, get_rows, mul_mat  # noqa: PLC0415
+    from refengine.kernels.mul_mat import TILE, expand, get_rows, mul_mat  # noqa: PLC0415
     from refengine.kernels.products import mul_mat_add, mul_mat_swiglu, mul_mats  # noqa: PLC0415
     from refengine.kernels.quants import FORMATS  # noqa: PLC0415
     from refengine.kernels.rope import rope  # noqa: PLC0415
@@ -107,7 +107,7 @@ def all_kernels() -> Iterator[Kernel]:
     yield from (made(n_taps) for n_taps in CONV_TAPS for made in (short_conv, short_conv_gates))
     yield from (gated_delta(state_size, warps) for state_size in STATE_SIZES for warps in DELTA_WARPS)
     for quantisation in FORMATS:
-        yield get_rows(quantisation)
+        yield from (get_rows(quantisation), expand(quantisation))
         yield from (mul_mat(quantisation, *form) for form in PRODUCT_FORMS)
         for outputs in (None, WIDE) if quantisation.name in WIDE_SAMPLE else (None,):
             yield experts.mul_mat_experts(quantisation, outputs)

@@ -164,6 +164,22 @@ def get_rows(quantisation: GGMLQuantizationType) -> Kernel:
     return _renamed(get_rows, f"get_rows_{quantisation.name.lower()}")
 
 
+@functools.cache
+def expand(quantisation: GGMLQuantizationType) -> Kernel:
+    """Kernel that writes a weight matrix as floats, for a library that knows no quantisation. Grid: n_out."""
+    weight = format_of(quantisation).weight
+
+    @kernel(block=32, strict=True)
+    def expand(codes: u8_2d, halves: u16_2d, words: u32_2d, y: f32_2d) -> None:
+        """Takes y [n_out, n_in]."""
+        lane = cuda.threadIdx.x
+        row = cuda.blockIdx.x
+        for b in range(y.shape[1] // 32):
+            y[row, b * 32 + lane] = weight(codes, halves, words, row, b, lane)
+
+    return _renamed(expand, f"expand_{quantisation.name.lower()}")
+
+
 def _renamed(made: Kernel, name: str) -> Kernel:
     made.name = name
     return made

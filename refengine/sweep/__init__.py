@@ -1,5 +1,6 @@
 """The fault sweep: fail every device call of a workload, one run for each, and judge what is left of the engine."""
 
+from refengine.sweep.counting import SWEPT_KINDS
 from refengine.sweep.judging import (
     MODES,
     OUTCOMES,
@@ -18,6 +19,7 @@ from refengine.sweep.script import Answer, Books, Workload
 __all__ = [
     "MODES",
     "OUTCOMES",
+    "SWEPT_KINDS",
     "Answer",
     "Books",
     "Journal",

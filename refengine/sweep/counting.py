@@ -10,7 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from instrumentation.devices.host import HostDevice, HostEvent, HostStream
-from instrumentation.faults import FaultInjector, FaultKind, Site
+from instrumentation.faults import KINDS, FaultInjector, FaultKind, Site
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from instrumentation.allocator import Allocator
     from instrumentation.faults import FaultPlan
     from instrumentation.ownership import Owner
+
+
+#: kinds of calls that an engine makes on the host device, on which sweeps run: it has no library there
+SWEPT_KINDS: tuple[FaultKind, ...] = tuple(kind for kind in KINDS if kind != "library")
 
 
 class Recorder(FaultInjector):

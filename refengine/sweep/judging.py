@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from instrumentation.errors import Error
-from instrumentation.faults import KINDS, FaultInjector, FaultKind, FaultPlan, Site
+from instrumentation.faults import FaultInjector, FaultKind, FaultPlan, Site
 from refengine.kernels.kv_types import PAGE
-from refengine.sweep.counting import Recorder, first_failure, owner_of
+from refengine.sweep.counting import SWEPT_KINDS, Recorder, first_failure, owner_of
 from refengine.sweep.script import NOTHING, Answer, Books, Script, Step, Workload
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Reference:
         sites = self.sites
         return [
             f"{kind}: {sites[kind]} fault sites for {self.calls[kind]} calls"
-            for kind in KINDS
+            for kind in SWEPT_KINDS
             if sites[kind] != self.calls[kind]
         ]
 
@@ -118,7 +118,7 @@ def plan_of(
         draw += 1
 
 
-def reference(workload: Workload, kinds: tuple[FaultKind, ...] = KINDS) -> Reference:
+def reference(workload: Workload, kinds: tuple[FaultKind, ...] = SWEPT_KINDS) -> Reference:
     """Run undisturbed. Raises ``SweepError`` when that goes wrong, and what loading raises."""
     recorder = Recorder(FaultPlan(kinds))
     script = Script(workload, recorder)

@@ -207,6 +207,12 @@ def test_a_leak_is_a_finding_too(generate, loaded, level):
         (["-p", "a", "-ctv", "q8_0"], 2, "cache_type_v q8_0: rows are stored in blocks of 32"),
         (["-p", "a", "-t", "0"], 2, "threads is 0"),
         (["-p", "a", "-dev", "tpu"], 2, "'tpu'"),
+        (["-p", "a", "--gemm", "mkl"], 2, "gemm 'mkl' is unknown; use one of kernels, cublas"),
+        (
+            ["-p", "a", "--gemm", "cublas", "-dev", "host"],
+            2,
+            "device host has no cuBLAS; use device cuda, or gemm kernels",
+        ),
         (["-p", "a", "--schedule-seed", "-1"], 2, "schedule_seed is -1; give a whole number from 0"),
         (["-p", "a", "--schedule-seed", "1", "-dev", "cuda"], 2, "of the host device, not of cuda"),
         (["-p", "a", "--schedule-seed", "1", "-dev", "auto"], 2, "use device host with it"),

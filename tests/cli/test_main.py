@@ -27,7 +27,7 @@ def test_help_of_a_command_fits_two_screens_and_has_an_example(run, command):
     result = run(command, "-h")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
-    assert len(lines) <= 52
+    assert len(lines) <= 54
     assert max(map(len, lines)) <= 80
     assert f"  refengine {command}" in result.stdout
     assert all(line.strip() for line in lines[lines.index("Options:") :]), "help of an option is empty"

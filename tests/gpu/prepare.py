@@ -21,11 +21,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path += [str(ROOT / "tests" / "support"), str(ROOT)]
 
+import gpu_cublas
 import gpu_kernels
 import gpu_models
 import gpu_trap
 import numpy as np
 from engines import DATA, increment, scale_by, write_from
+from fake_cublas import FakeCublas
 from fake_cuda import FakeDriver, fake_image
 from gpu_prepared import image_file
 from kernel_cases import cases
@@ -36,6 +38,7 @@ from instrumentation.allocator import Allocator
 from instrumentation.devices.cuda import CudaDevice
 from instrumentation.devices.numerics import KERNELS as NUMERICS
 from instrumentation.findings import FindingLog
+from instrumentation.handles import Library
 from instrumentation.kernel import Kernel, cuda_image
 from instrumentation.levels import Level
 from refengine.batch import Batch
@@ -69,6 +72,13 @@ class Recorder(FakeDriver):
         pass
 
 
+class RecorderBlas(FakeCublas):
+    """Takes calls and makes none of them."""
+
+    def _enqueue(self, _stream: Any, _work: Any) -> None:
+        pass
+
+
 def launched(
     model: Path,
     batches: list[tuple[int, int, Any, int]],
@@ -84,19 +94,22 @@ def launched(
 
     for check in levels:
         device = CudaDevice(driver=Recorder(total=1 << 34), compile_kernel=compiled)
-        with (
-            refengine.load(model, device=device, check=check, **options) as engine,
-            engine.exclusive() as context,
-        ):
-            for position, n_tokens, wanted, n_best in batches:
-                if position == 0:
-                    context.keep(-1)
-                context.require(context.decode(Batch.of([1] * n_tokens, position, 0, wanted, n_best=n_best)))
+        device.library = Library(RecorderBlas(device.context.driver))
+        with refengine.load(model, device=device, check=check, **options) as engine:
+            with engine.exclusive() as context:
+                for position, n_tokens, wanted, n_best in batches:
+                    if position == 0:
+                        context.keep(-1)
+                    batch = Batch.of([1] * n_tokens, position, 0, wanted, n_best=n_best)
+                    context.require(context.decode(batch))
+            if engine.draft is not None:
+                engine.draft_logits([1] * batches[0][1])
+                engine.draft_logits([1, 1])
     return list(found.values())
 
 
-def model_kernels(name: str) -> list[Kernel]:
-    """What a small model launches, without drafts."""
+def model_kernels(name: str, **options: Any) -> list[Kernel]:
+    """What a small model launches."""
     with np.load(DATA / f"{name}.npz") as recorded:
         n = len(recorded["tokens"])
     one = [
@@ -105,7 +118,7 @@ def model_kernels(name: str) -> list[Kernel]:
         *((n + i, 1, "last", k) for i, k in enumerate((0, 1, 16))),
     ]
     more = [(0, n, "last", 1), (0, n, "last", 16)]
-    return launched(DATA / f"{name}.gguf", one + more, **gpu_models.OPTIONS)
+    return launched(DATA / f"{name}.gguf", one + more, **(gpu_models.OPTIONS | options))
 
 
 def prepare_models(place: Path) -> None:
@@ -123,6 +136,10 @@ def prepare_models(place: Path) -> None:
             f"{label} chosen": np.array(chosen),
         }
         print(label, flush=True)
+    for name, options in gpu_cublas.MODELS:
+        for gemm in ("kernels", "cublas"):
+            for kernel in model_kernels(name, **options, gemm=gemm):
+                write_image(place, kernel)
     np.savez_compressed(place / "models.npz", **arrays)
 
 
@@ -199,8 +216,9 @@ def main(given: list[str]) -> int:
             prepare_checked(place)
         else:
             shapes = [(0, 512, "last", 0), (512, 1, "last", 1), (0, 1, "last", 1), (1, 1, "last", 0)]
-            for kernel in launched(Path(what), shapes, n_ctx=1024):
-                write_image(place, kernel)
+            for gemm in ("kernels", "cublas"):
+                for kernel in launched(Path(what), shapes, n_ctx=1024, gemm=gemm):
+                    write_image(place, kernel)
         print(f"{what}: {time.perf_counter() - started:.0f} s", flush=True)
     return 0
 

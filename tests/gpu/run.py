@@ -3,7 +3,7 @@
 usage: python tests/gpu/run.py [SECTION ...]        (needs a GPU and the cu12 or cu13 extra)
 Prints a table for each section; exits 1 when a check missed. One that raises does not hide the others. Times are wall
 times of this run; nothing depends on them. ``PREPARED`` may name a folder that tests/gpu/prepare.py made, for short
-runs.
+runs. ``MODEL`` may name a model file whose prompt the section cublas times.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ sys.path += [str(ROOT / "tests" / "support"), str(ROOT)]  # works from a checkou
 
 import gpu_checks
 import gpu_costs
+import gpu_cublas
 import gpu_kernels
 import gpu_models
 import gpu_numerics
@@ -39,6 +40,7 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
     "machine": gpu_checks.machine,
     "checks": gpu_checks.checks,
     "costs": gpu_costs.costs,
+    "cublas": gpu_cublas.cublas,
     "lost": gpu_checks.lost,
     "cli": gpu_checks.cli,
     "numerics": gpu_numerics.numerics,

@@ -10,9 +10,14 @@ from __future__ import annotations
 import threading
 
 import numpy as np
+import pytest
 from engines import TARGET, Bench, increment, scale_by
+from fake_cublas import blas_device
 
+from instrumentation.blas import product
 from instrumentation.errors import FindingError
+from instrumentation.handles import LibraryHandle
+from instrumentation.levels import Level
 
 N = 64
 
@@ -80,3 +85,36 @@ def test_repaired_the_workspace_is_as_old_as_the_graph(bench):
     workspace.free()
     assert engine.bench.findings.list() == ()
     assert engine.bench.allocator.check_integrity() == []
+
+
+class TestWithALibrary:
+    """The same by a handle of a library, whose workspace it is."""
+
+    def captured(self):
+        bench = Bench(Level.AUDIT, device=blas_device())
+        arena = bench.arena(1 << 18)
+        x, weight, y = (bench.put(arena, np.ones((8, 8), np.float32), name) for name in ("x", "weight", "y"))
+        handle = LibraryHandle(bench.device, bench.device.blas(), TARGET, "gemm")
+        workspace = arena.reserve(1 << 16, owner=TARGET, name="gemm workspace").unwrap()
+        handle.set_workspace(workspace.view(np.uint8, 1 << 16))
+        handle.set_stream(bench.stream)
+        bench.stream.begin_capture()
+        bench.stream.call(product(handle, x, weight, y))
+        return bench, handle, workspace, y, bench.stream.end_capture("gemm")
+
+    def test_the_worker_ends_and_takes_handle_and_workspace_with_it(self):
+        bench, handle, workspace, y, graph = self.captured()
+        handle.destroy()
+        with pytest.raises(FindingError, match="GRA001 free of a pinned buffer"):
+            workspace.free()
+        bench.stream.replay(graph)
+        np.testing.assert_array_equal(bench.get(y), np.full((8, 8), 8))
+
+    def test_repaired_they_are_as_old_as_the_graph(self):
+        bench, handle, workspace, y, graph = self.captured()
+        bench.stream.replay(graph)
+        np.testing.assert_array_equal(bench.get(y), np.full((8, 8), 8))
+        graph.destroy()
+        handle.destroy()
+        workspace.free()
+        assert bench.findings.list() == ()

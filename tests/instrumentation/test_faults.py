@@ -69,4 +69,4 @@ def test_bad_plans_are_refused(bad):
 
 
 def test_kinds_are_the_contract():
-    assert KINDS == ("reserve", "copy", "launch", "event", "graph")
+    assert KINDS == ("reserve", "copy", "launch", "event", "graph", "library")

@@ -19,7 +19,7 @@ import refengine.sweep.runs
 from instrumentation.allocator import Allocator
 from instrumentation.devices import checked_stream
 from instrumentation.errors import BadInputError, DeviceError
-from instrumentation.faults import KINDS, FaultPlan, Site
+from instrumentation.faults import FaultPlan, Site
 from instrumentation.findings import FindingLog
 from instrumentation.heap import Heap
 from instrumentation.levels import Level
@@ -43,7 +43,7 @@ from refengine.sweep import (
     reference,
     run_all,
 )
-from refengine.sweep.counting import CountingDevice, Recorder, first_failure, owner_of
+from refengine.sweep.counting import SWEPT_KINDS, CountingDevice, Recorder, first_failure, owner_of
 
 SMALL = {"n_ctx": 128, "n_batch": 32, "n_ubatch": 16, "threads": 1, "check": "guard", "device": "host"}
 
@@ -105,7 +105,7 @@ def sweep_all(work, kinds, modes=MODES, sample=None):
 def fail(work, wanted, matching, nth=0, mode="nth"):
     """What is wrong with the run that fails the ``nth`` site whose text has ``matching``."""
     site = [site for site in wanted.passed if matching in str(site)][nth]
-    run = disturbed(work, wanted, mode, site.number, KINDS)
+    run = disturbed(work, wanted, mode, site.number, SWEPT_KINDS)
     assert run.site == str(site)
     return run
 
@@ -127,7 +127,7 @@ def test_every_reservation_of_every_architecture_in_every_mode(architecture):
 
 
 def test_every_call_fails_once():
-    found, runs = sweep_all(workload(n_predict=2, n_batch=8, n_ubatch=4), KINDS, ("nth",))
+    found, runs = sweep_all(workload(n_predict=2, n_batch=8, n_ubatch=4), SWEPT_KINDS, ("nth",))
     assert len(runs) == found.calls.total() > 280
     assert found.calls == {"reserve": 10, "copy": 114, "launch": 151, "event": 0, "graph": 13}
     assert all(run.fired == 1 for run in runs)
@@ -140,7 +140,7 @@ def test_every_call_fails_once():
     ids=["no graphs", "growing", "off", "small batches"],
 )
 def test_calls_of_other_options(options):
-    found, _runs = sweep_all(workload(**options), KINDS, sample=20)
+    found, _runs = sweep_all(workload(**options), SWEPT_KINDS, sample=20)
     assert (found.calls["graph"] == 0) == (options == {"cuda_graphs": False})
 
 
@@ -152,12 +152,12 @@ def test_reservations_that_replace_a_smaller_arena():
 
 
 def test_random_runs_fail_something_and_get_as_far_as_requests(llama, wanted):
-    runs = [disturbed(llama, wanted, "random", number, KINDS, seed=3) for number in range(1, 16)]
+    runs = [disturbed(llama, wanted, "random", number, SWEPT_KINDS, seed=3) for number in range(1, 16)]
     assert [run for run in runs if run.wrong] == []
     assert min(run.fired for run in runs) >= 1
     assert max(run.fired for run in runs) > 1
     assert {run.outcome for run in runs} == {"load failed", "request failed"}
-    assert runs[4] == disturbed(llama, wanted, "random", 5, KINDS, seed=3)
+    assert runs[4] == disturbed(llama, wanted, "random", 5, SWEPT_KINDS, seed=3)
 
 
 def test_a_failure_that_costs_nothing_must_be_counted_all_the_same(llama, wanted, monkeypatch):
@@ -181,9 +181,9 @@ def test_a_failure_that_costs_nothing_must_be_counted_all_the_same(llama, wanted
 
 
 def test_calls_of_target_and_draft_fail(drafting, drafted):
-    found, runs = sweep_all(drafting, KINDS, sample=30)
+    found, runs = sweep_all(drafting, SWEPT_KINDS, sample=30)
     assert found == drafted
-    assert min(found.calls[kind] for kind in KINDS) > 30
+    assert min(found.calls[kind] for kind in SWEPT_KINDS) > 30
     assert found.verifications > 0
     assert {owner_of(site) for site in found.passed} == {"load", "target", "draft", "model", ""}
     assert {run.outcome for run in runs} == {"load failed", "request failed", "identical"}
@@ -211,13 +211,13 @@ def test_hidden_states_that_are_never_handed_over_cost_no_request_anything(draft
 def test_at_level_audit_nothing_more_is_found(options):
     """Whatever fails, nothing that comes later meets what was left under way."""
     work = workload("qwen35", spec_type="draft-mtp", n_slots=2, n_ctx=64, check="audit", **options)
-    sweep_all(work, KINDS, sample=8)
+    sweep_all(work, SWEPT_KINDS, sample=8)
 
 
 def test_slots_that_share_a_cache(sharing, shared):
     assert shared.preemptions > 0
     assert shared.verifications > 0
-    _found, runs = sweep_all(sharing, KINDS, sample=15)
+    _found, runs = sweep_all(sharing, SWEPT_KINDS, sample=15)
     assert "request failed" in {run.outcome for run in runs}
 
 
@@ -574,13 +574,13 @@ def test_an_unload_that_gives_nothing_back_is_caught(llama, monkeypatch):
 def test_a_fault_that_never_fires_or_fires_elsewhere_is_caught(llama, wanted, monkeypatch):
     beyond = Site(len(wanted.passed) + 1, "launch", "of another engine")
     longer = replace(wanted, passed=(*wanted.passed, beyond))
-    run = disturbed(llama, longer, "nth", beyond.number, KINDS)
+    run = disturbed(llama, longer, "nth", beyond.number, SWEPT_KINDS)
     assert run.wrong == (
         "the fault fired 0 times, not once",
         f"the first call that failed is none; in the undisturbed run it is {beyond}",
     )
     other = replace(wanted, passed=(Site(1, "launch", "of another engine"), *wanted.passed[1:]))
-    assert any("of another engine" in wrong for wrong in disturbed(llama, other, "nth", 1, KINDS).wrong)
+    assert any("of another engine" in wrong for wrong in disturbed(llama, other, "nth", 1, SWEPT_KINDS).wrong)
 
 
 def test_an_injector_that_fires_twice_is_caught(llama, wanted, monkeypatch):
@@ -631,11 +631,11 @@ def test_plans_of_random_runs_hit_something_and_follow_the_seed():
 def test_log_lines_of_failures_on_purpose_are_not_shown_unless_asked_for(llama, wanted, capsys):
     site = next(site for site in wanted.passed if "copy_in of compute.inputs" in site.detail)
     before = structlog.get_config()
-    run_of = Sweep(llama, KINDS).run
+    run_of = Sweep(llama, SWEPT_KINDS).run
     assert run_of(wanted, ("nth", site.number)).wrong == ()
     assert capsys.readouterr() == ("", "")
     assert structlog.get_config() == before
-    assert replace(Sweep(llama, KINDS), log=(1, "json")).run(wanted, ("nth", site.number)).wrong == ()
+    assert replace(Sweep(llama, SWEPT_KINDS), log=(1, "json")).run(wanted, ("nth", site.number)).wrong == ()
     line = json.loads(capsys.readouterr().err)
     assert (line["event"], str(site) in line["error"]) == ("failed to compute graph", True)
     with capture_logs() as lines:
@@ -739,7 +739,7 @@ def test_a_damaged_line_is_named(file, change):
 
 
 def test_the_header_names_everything_that_a_run_depends_on(llama, wanted):
-    sweep = Sweep(llama, KINDS)
+    sweep = Sweep(llama, SWEPT_KINDS)
     header = sweep.header(wanted)
     assert header == json.loads(json.dumps(header))
     assert {f"option {name}" for name in SMALL} < set(header)

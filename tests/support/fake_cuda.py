@@ -107,6 +107,13 @@ class FakeLaunch:
             self.report[:] = 0
 
 
+class FakeCall:
+    """What a library put on a stream while it was captured."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work = work
+
+
 class FakeDriver:
     """See the module. ``fail`` makes a call fail, ``broken`` names kernels that end the context when they run."""
 
@@ -124,7 +131,7 @@ class FakeDriver:
         self.pinned: dict[int, Any] = {}
         self.streams: set[FakeStream] = set()
         self.events: set[FakeEvent] = set()
-        self.graphs: list[list[FakeLaunch]] = []
+        self.graphs: list[list[FakeLaunch | FakeCall]] = []
         self._failures: dict[tuple[str, int], str] = {}
         self._current = threading.local()
 
@@ -356,9 +363,17 @@ class FakeDriver:
         if self.lost is not None:
             raise DriverCallError(call, self.lost)
 
-    def _execute(self, launches: list[FakeLaunch]) -> None:
-        if self.lost is not None:
-            return
+    def _execute(self, work: list[FakeLaunch | FakeCall]) -> None:
+        for of_library, group in itertools.groupby(work, lambda each: isinstance(each, FakeCall)):
+            if self.lost is not None:
+                return
+            if of_library:
+                for call in group:
+                    call.work()
+            else:
+                self._execute_launches(list(group))
+
+    def _execute_launches(self, launches: list[FakeLaunch]) -> None:
         for launch in launches:
             if launch.name in self.broken:
                 self.lost = f"CUDA_ERROR_{self.broken[launch.name]}"

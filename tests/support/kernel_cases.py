@@ -45,7 +45,7 @@ from refengine.kernels.attention import (
 )
 from refengine.kernels.gated_delta import columns_per_block, gated_delta, gated_delta_f64, packed_state
 from refengine.kernels.kv_types import PAGE
-from refengine.kernels.mul_mat import TILE, get_rows, mul_mat, mul_mat_f64
+from refengine.kernels.mul_mat import TILE, expand, get_rows, mul_mat, mul_mat_f64
 from refengine.kernels.products import (
     mul_mat_add,
     mul_mat_add_f64,
@@ -466,6 +466,7 @@ def _matrix_cases(rng: np.random.Generator, quantisation: Any) -> Iterator[Case]
         get_rows(quantisation), (9,), {**weights, "rows": chosen, "y": poisoned((9, n_in))},
         {"y": dense[chosen]},
     )  # fmt: skip
+    yield Case(expand(quantisation), (n_out,), {**weights, "y": poisoned((n_out, n_in))}, {"y": dense})
 
 
 def _attention_cases(
