@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from instrumentation.allocator import Allocator
     from instrumentation.devices.base import Device, Event, Stream
     from instrumentation.view import View
+    from refengine.executor import Tap
     from refengine.outputs import Candidates, Rows
     from refengine.weights import Weights
 
@@ -247,6 +248,25 @@ class Context:
         finally:
             self.stream.synchronize()
         states.assume(source, target)
+
+    @contextmanager
+    def tapped(self, tap: Tap) -> Iterator[None]:
+        """Decode in elementary operations, whose tensors are all there, and call ``tap`` behind each launch.
+
+        No bit of a result changes; no launch is captured.
+        """
+        with self.executor.tapped(self.plan.model_graph, tap):
+            yield
+
+    def state_rows(self, sequence: int) -> dict[int, tuple[View, View]]:
+        """Convolution history and matrices of a sequence's last state, by layer; none before its first token."""
+        plane = None if self.states is None else self.states.plane(sequence)
+        if self.states is None or plane is None:
+            return {}
+        return {
+            layer: (conv.row(sequence).row(plane), state.row(sequence).row(plane))
+            for layer, (conv, state) in self.states.layers.items()
+        }
 
     def check_integrity(self) -> None:
         """The books of cache, states and compute memory hold and agree. Raises AssertionError: a bug here."""

@@ -161,7 +161,7 @@ class Engine:
 
     def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Logits after each token: float32 [n_tokens, n_vocab], from an empty cache. Raises ``RequestError``."""
-        ids = self._check_tokens(tokens)
+        ids = self.check_tokens(tokens)
         out = np.empty((len(ids), self.config.n_vocab), np.float32)
         self._teacher_forced(ids, out, hidden=False)
         return out
@@ -171,7 +171,7 @@ class Engine:
 
         float32 [n_tokens, n_embd], from an empty cache. Raises ``RequestError``.
         """
-        ids = self._check_tokens(tokens)
+        ids = self.check_tokens(tokens)
         out = np.empty((len(ids), self.config.n_embd), np.float32)
         self._teacher_forced(ids, out, hidden=True)
         return out
@@ -185,7 +185,7 @@ class Engine:
         drafter = self._drafter
         if drafter is None:
             raise RequestError("the engine has no draft context; load the model with spec_type draft-mtp")
-        ids = self._check_tokens(tokens)
+        ids = self.check_tokens(tokens)
         if len(ids) < 2:
             raise RequestError("one token gives no draft logits; give at least two")
         out = np.empty((len(ids) - 1, self.config.n_vocab), np.float32)
@@ -223,6 +223,11 @@ class Engine:
                         if context is not None:
                             context.remove(0)
                     self.context.settle()
+
+    @property
+    def drafter(self) -> MtpDrafter | None:
+        """What makes drafts, for a computation inside ``exclusive``."""
+        return self._drafter
 
     # --- generation
 
@@ -312,7 +317,7 @@ class Engine:
             prompt = self.tokenizer.encode(prompt, parse_special=parse_special)
         sampler = Sampler(_sampling_params(sampling))
         return Ask(
-            self._check_tokens(prompt), n_predict, ignore_eos, return_logits, sampler, self.settings.n_ctx
+            self.check_tokens(prompt), n_predict, ignore_eos, return_logits, sampler, self.settings.n_ctx
         )
 
     # --- findings and end
@@ -361,7 +366,8 @@ class Engine:
 
     # --- inside
 
-    def _check_tokens(self, tokens: Sequence[int]) -> list[int]:
+    def check_tokens(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens as whole numbers. Raises ``RequestError``, and ``ContextSizeError`` for too many."""
         try:
             ids = [operator.index(t) for t in tokens]
         except TypeError as error:

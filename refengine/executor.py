@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 #: batch shapes whose captured launches are kept
 MAX_EXECUTABLES = 16
 Arrays = Mapping[str, npt.NDArray[Any]]
+#: called with a graph, a node of it that was just queued, and where the graph's tensors are
+Tap: TypeAlias = "Callable[[Graph, Node, Mapping[str, View]], None]"
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,7 @@ class Executor:
         self.operations = operations
         self.capture = capture
         self.handed = handed
+        self._tap: Tap | None = None
         self._executables: OrderedDict[BatchShape, Executable] = OrderedDict()
 
     def nbytes(self, shapes: list[BatchShape]) -> int:
@@ -244,6 +248,34 @@ class Executor:
             if interrupts.pending():  # a first launch compiles its kernel, which takes a while
                 raise AbortedError("interrupted")
             self.operations.call(node, executable.views).queue(self.stream)
+            if self._tap is not None:
+                self._tap(executable.graph, node, executable.views)
+
+    @contextmanager
+    def tapped(self, build: Callable[[BatchShape], Graph], tap: Tap) -> Iterator[None]:
+        """Run graphs of ``build`` launch by launch, and call ``tap`` behind each launch.
+
+        What the tap queues on the stream finds the node's results: memory that others take later still holds them.
+        The compute arena grows where these graphs need more.
+        """
+        usual = self.build, self.capture
+        self._forget()
+        self.build, self.capture, self._tap = build, False, tap
+        try:
+            yield
+        finally:
+            self.build, self.capture = usual
+            self._tap = None
+            self._forget()
+
+    def _forget(self) -> None:
+        """Give up all executables, also when the stream can no longer be waited for."""
+        try:
+            self.stream.synchronize()
+        finally:
+            for executable in self._executables.values():
+                executable.release()
+            self._executables.clear()
 
     def check_integrity(self) -> None:
         """The compute arena has the layouts of the executables and no others. Raises AssertionError: a bug here."""
@@ -253,9 +285,6 @@ class Executor:
     def release(self) -> None:
         """Give everything back, also when the stream can no longer be waited for."""
         try:
-            self.stream.synchronize()
+            self._forget()
         finally:
-            for executable in self._executables.values():
-                executable.release()
-            self._executables.clear()
             self.arena.release()

@@ -25,6 +25,7 @@ SHOWS = {
         "2 findings: device host, level audit",
     ],
     "sanitize_cuda.py": [""],  # one line without a GPU, asserts of its own with one
+    "broken_engine.py": ["first: Qcur_rope-0 differs (layer 0, row 1 of 8)", "first: ok"],
     "slots.py": ["4 of 4 completed", "'def fib(n):': bits as alone: True", "0 findings"],
     "out_of_memory.py": ["Compute error.", "(the same tokens)", "0 findings", "smallest limit that works"],
 }

@@ -159,6 +159,11 @@ class RecurrentState:
         """Tokens that a sequence's state has seen."""
         return self._sequences[sequence].length
 
+    def plane(self, sequence: int) -> int | None:
+        """Plane that holds a sequence's last state; None when that is zeros, in no plane."""
+        held = self._closed(sequence)
+        return held.planes[held.length] if held.length else None
+
     def begin(self, sequences: Iterable[int]) -> None:
         """Open a batch of these sequences: ``abort`` goes back to what they are now."""
         for s in sequences:

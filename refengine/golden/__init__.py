@@ -1,0 +1,1 @@
+"""Recordings of what an engine computes, to hold it or another one against: ``refengine golden``."""
