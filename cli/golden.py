@@ -112,7 +112,7 @@ def record(
     """  # noqa: D301
     from refengine.golden import case, tap  # noqa: PLC0415 - --help does without what it takes to run
     from refengine.golden.prompts import read_prompts  # noqa: PLC0415
-    from refengine.golden.record import Request, drafts_if_it_can  # noqa: PLC0415
+    from refengine.golden.record import Request, drafts_if_it_can, require_consistent  # noqa: PLC0415
     from refengine.golden.record import record as compute  # noqa: PLC0415
     from refengine.models import resolve_model  # noqa: PLC0415
     from refengine.options import EngineOptions  # noqa: PLC0415
@@ -131,6 +131,7 @@ def record(
             n = n_predict if prompt.n_predict is None else prompt.n_predict
             request = Request(prompt.name, _tokens(engine, prompt), prompt.text, n, n_rows or 0, patterns)
             made = compute(engine, request, found)
+            require_consistent(made)
             case.write(made, output / prompt.name, overwrite=overwrite)
             shown.line(f"{prompt.name}: {len(made.tokens)} tokens, {len(made.tensors)} tensors")
 

@@ -17,7 +17,7 @@ from instrumentation.heap import Heap
 from instrumentation.integrity import canary_regions, find_at, repair
 from instrumentation.ledger import rows_by_size
 from instrumentation.levels import Level
-from instrumentation.redzones import ALIGNMENT, Region, align_up
+from instrumentation.redzones import ALIGNMENT, FRESH, Region, align_up
 from instrumentation.reservation import (
     BufferRequest,
     Reservation,
@@ -104,6 +104,10 @@ class Allocator:
     def watch_frees(self, audit: DeviceAudit | None) -> None:
         """Refuse (STR012) to give up memory that queued work may still touch; None: do not."""
         self._heap.audit = audit
+
+    def fill_fresh(self, fill: bool) -> None:
+        """Fill arenas that are reserved from here on with a byte of which no format makes NaN, or leave them."""
+        self._heap.fills_fresh = fill
 
     def keep_shadows(self, keep: bool, buffers: Globs = EVERY_BUFFER) -> None:
         """Give arenas that are reserved from here on a shadow, which takes as much memory again, or none.
@@ -280,6 +284,12 @@ class Allocator:
             address=align_up(driver_address),
             nbytes=size,
         )
+        if heap.fills_fresh:
+            try:
+                heap.memory.fill_bytes(driver_address, need, FRESH)
+            except BaseException:
+                heap.memory.release(driver_address)
+                raise
         heap.arenas[arena.serial] = arena
         heap.ledger.reserve_driver(need)
         heap.ledger.reservations += 1

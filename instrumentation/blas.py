@@ -105,8 +105,8 @@ def sgemm(
         "m": m, "n": n, "k": k, "lda": lda, "ldb": ldb, "ldc": ldc, "trans_a": int(trans_a), "trans_b": int(trans_b),
         "alpha": alpha, "beta": beta,
     }  # fmt: skip
-    # Which code the library loads depends on the sizes; a few more rows rarely change it.
-    key = (trans_a, trans_b, m, k, n.bit_length())
+    # Which code the library loads depends on the sizes.
+    key = (trans_a, trans_b, m, n, k)
     arguments = {"a": a, "b": b, "c": c, **numbers}
     return LibraryCall.of(handle, f"{handle.library.name}.sgemm", arguments, frozenset({"c"}), run, key)
 

@@ -229,12 +229,14 @@ class LibraryHandle(Generic[C]):
             self.library.forget(self._given)
             self._held.drop()
             return
-        before = self._free_memory()
+        returned = None
         try:
+            before = self._free_memory()
             with self.calling() as library:
                 library.destroy(self._given)
+            returned = self._free_memory() - before
         finally:
-            self._held.drop(returned=self._free_memory() - before)
+            self._held.drop(returned=returned)
 
     # --- calls
 

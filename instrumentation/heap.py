@@ -121,6 +121,8 @@ class Heap:
         self.limit = limit
         self.zones = Redzones(redzone if self.guarded else 0)
         self.faults = faults
+        #: whether arenas are filled when they are reserved, so that no NaN lies there that nobody made
+        self.fills_fresh = False
         #: whether arenas get shadows: at level ``trap``, on a device that runs checked kernels
         self.shadowed = False
         #: buffers whose bytes have states there; an arena without any gets no shadow

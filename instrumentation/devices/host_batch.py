@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: bytes that a launch must touch before waking other threads pays
 SHARED_BYTES = 64 * 1024
+#: and blocks that a step must have
+_SHARED_BLOCKS = 8
 _PLAIN, _CHECKED = HostOptions(), HostOptions(checked=True)
 
 
@@ -114,7 +116,7 @@ class Batch:
             block = np.array(step.host_slots, np.int64)
             self._blocks.append(block)
             blocks = step.grid[0]
-            yield step.kernel.host().address, block.ctypes.data, blocks, 0, 0, int(blocks > 1)
+            yield step.kernel.host().address, block.ctypes.data, blocks, 0, 0, int(blocks >= _SHARED_BLOCKS)
 
     def run(self, memory: HostMemory, threads: int, stream: str, owner: Owner) -> Exception | None:
         """Run every launch. Damage is reported and repaired after the launch that did it, and the rest runs.
@@ -134,7 +136,8 @@ class Batch:
                 except Exception as error:  # noqa: BLE001 - the caller raises it when the queue is empty
                     failure = failure or error
             begin = end + 1
-        return self._report_accesses(stream, owner) or self._report_numbers(stream, owner) or failure
+        reported = (self._report_accesses(stream, owner), self._report_numbers(stream, owner), failure)
+        return next((error for error in reported if error is not None), None)
 
     def _report_numbers(self, stream: str, owner: Owner) -> Exception | None:
         if self.numerics is None:

@@ -97,6 +97,7 @@ class WatchedDevice:
         self.trap_kernels = trap_kernels
         allocator.keep_shadows(trap, trap_buffers)
         self.findings = allocator.findings
+        allocator.fill_fresh(check_numerics)
         self.numerics = NumericsWatch(allocator.findings, self.name) if check_numerics else None
         guarded = allocator.level >= Level.GUARD
         self.allocator = allocator if guarded else None

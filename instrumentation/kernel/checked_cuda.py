@@ -321,6 +321,36 @@ try_load_ro, _ = _checked("ro")
 try_load_rw, try_store_rw = _checked("rw")
 
 
+@intrinsic
+def load_own(_typing: Any, pointer: Any, index: Any) -> Any:
+    """An element of a thread's own array that is known to be there, and written."""
+    signature = pointer.dtype(pointer, types.int64)
+
+    def generate(_context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        place = builder.gep(values[0], [values[1]], inbounds=True)
+        return read_element(builder, place, sig.return_type, "lane", _KINDS)
+
+    return signature, generate
+
+
+@intrinsic
+def store_own(_typing: Any, pointer: Any, index: Any, shadow: Any, value: Any) -> Any:
+    """Write an element of a thread's own array that is known to be there; ``shadow`` is 0 when it was written before."""
+    signature = types.void(pointer, types.int64, shadow, value)
+
+    def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        item = sig.args[0].dtype
+        stored = context.cast(builder, values[3], sig.args[3], item)
+        place = builder.gep(values[0], [values[1]], inbounds=True)
+        write_element(builder, place, item, stored, "lane", _KINDS)
+        if isinstance(sig.args[2], Address):
+            state = builder.gep(values[2], [values[1]], inbounds=True)
+            mark(builder, builder.store(ir.Constant(_I8, WRITTEN), state), "shadow", _KINDS)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
 def _kind_of(pointer: Any) -> str:
     return "rw" if pointer.space == GLOBAL else "lane"
 
@@ -409,6 +439,6 @@ def try_atomic_cas(
 RUNTIME: dict[str, Any] = {
     name: value
     for name, value in vars().items()
-    if name.startswith("try_") or name in ("called", "unwritten_allowed", "forget")
+    if name.startswith("try_") or name in ("called", "unwritten_allowed", "forget", "load_own", "store_own")
     or name in ("global_array", "shared_array", "local_array")
 }  # fmt: skip

@@ -137,7 +137,7 @@ def as_on_the_host(words: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
             first[entry[0]] = entry
     rows = report[1:].reshape(RECORDS, RECORD_WORDS)
     for row, (key, entry) in zip(rows, sorted(first.items()), strict=False):
-        row[:] = [key, counts.get(key, 0), *entry[1:]]
+        row[: 4 + 2 * AXES] = [key, counts.get(key, 0), *entry[1:]]  # no race
     return report
 
 
@@ -152,5 +152,5 @@ def add_from_the_host(words: npt.NDArray[np.int64], report: npt.NDArray[np.int64
             row = next((row for row in free if row[0] == key), free[0])
             row[:2] = key, row[1] + count
             if words[1] < _ENTRIES:
-                log[words[1]] = [key, *entry]
+                log[words[1]] = [key, *entry[: 2 + 2 * AXES]]
             words[1] += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import math
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,23 @@ from instrumentation.kernel.lower_host import AXES, ArgumentShape, HostModule, H
 from instrumentation.kernel.origin import origin_of
 from instrumentation.kernel.parse import NUMBER_TYPES
 from instrumentation.kernel.plan import MAX_SHARED_BYTES
+from instrumentation.kernel.written_out import Known, leaves
 
 if TYPE_CHECKING:
     from instrumentation.kernel.parse import ParsedFunction
     from instrumentation.kernel.plan import KernelPlan
+
+
+#: statements of a loop that is written out
+MOST_WRITTEN_OUT = 512
+
+
+#: alias classes beside those of the host: an own element that is known to be there, written before or not
+WRITTEN, INSIDE = "written", "inside"
+
+
+def _kind(place: Place) -> str:
+    return "lane" if place.kind in (WRITTEN, INSIDE) else place.kind
 
 
 class NumberedAccess(HostAccess):
@@ -35,12 +49,17 @@ class NumberedAccess(HostAccess):
 
     def load(self, place: Place) -> str:
         """Expression that reads an element, 0 where there is none."""
-        return f"try_load_{place.kind}({self._terms(place, 'load')})"
+        if place.kind == WRITTEN:
+            return f"load_own({place.pointer}, {place.element})"
+        return f"try_load_{_kind(place)}({self._terms(place, 'load')})"
 
     def store(self, place: Place, value: str) -> str:
         """Statement that writes an element, where there is one."""
         assert place.kind != "ro", f"store to {place.name}, which the access sets call read-only"
-        return f"try_store_{place.kind}({self._terms(place, 'store')}, {value})"
+        if place.kind in (WRITTEN, INSIDE):
+            shadow = place.shadow if place.kind == INSIDE else "0"
+            return f"store_own({place.pointer}, {place.element}, {shadow}, {value})"
+        return f"try_store_{_kind(place)}({self._terms(place, 'store')}, {value})"
 
     def atomic(self, operation: str, place: Place, operands: str) -> str:
         """Expression that changes an element and gives what was there before; 0 where there is none."""
@@ -73,6 +92,28 @@ class _CudaEmitter(FunctionEmitter):
 
     module: CudaModule
 
+    def __init__(self, module: CudaModule, parsed: ParsedFunction, ranks: dict[str, int]) -> None:
+        super().__init__(module, parsed, ranks)
+        self.known = Known()
+
+    def place(self, name: str, index: ast.expr, node: ast.AST) -> Place:
+        """Where an index into an array points, and what is known of that."""
+        place = super().place(name, index, node)
+        array = self.parsed.arrays.get(name)
+        if array is None or array.space != "local":
+            return place
+        number = self.known.element(array, index)
+        if number is not None:
+            written = number in self.known.written.get(name, ())
+            return replace(place, kind=WRITTEN if written else INSIDE, element=str(number))
+        return replace(place, shadow="0") if self.known.whole(name, array) else place
+
+    def block(self, statements: list[ast.stmt]) -> None:
+        """Statements one level deeper: what is learnt there holds there."""
+        before, self.known = self.known, self.known.copy()
+        super().block(statements)
+        self.known = before
+
     def index_name(self, cuda: str, node: ast.AST) -> str:  # noqa: ARG002 - as the host's
         """Text of ``cuda.threadIdx.x`` and the like."""
         return f"cuda.{cuda}"
@@ -89,6 +130,63 @@ class _CudaEmitter(FunctionEmitter):
                 return f"(int64(cuda.gridDim.{axis}) * {extent})"
             return f"(int64(cuda.blockIdx.{axis}) * {extent} + int64(cuda.threadIdx.{axis}))"
         return f"cuda.{cuda}({', '.join(self.text(each) for each in node.args)})"
+
+    def statement(self, node: ast.stmt) -> None:
+        """One statement of one thread; a loop over what a thread keeps is written out.
+
+        The compiler does so in the plain kernel, and keeps such arrays in registers; with the checks it would not.
+        """
+        turns = self._turns(node)
+        if turns is None:
+            if isinstance(node, ast.For | ast.While):
+                self.known.forget(node)
+            super().statement(node)
+            self._ran(node)
+            return
+        assert isinstance(node, ast.For)
+        assert isinstance(node.target, ast.Name)
+        for value in turns:
+            self.emit(f"v_{node.target.id} = {value}", node)
+            self.known.constants[node.target.id] = value
+            for inner in node.body:
+                self.statement(inner)
+        self.known.constants.pop(node.target.id, None)
+
+    def _ran(self, node: ast.stmt) -> None:
+        if isinstance(node, ast.Assign):
+            self.known.assigned(node, self.parsed.arrays)
+        elif isinstance(node, ast.If | ast.For | ast.While):
+            self.known.forget(node)
+            if isinstance(node, ast.For):
+                self.known.looped(node, self.parsed.arrays)
+
+    def _turns(self, node: ast.stmt) -> range | None:
+        """Values of the variable of a loop that is to be written out; None for others, and for what is no loop."""
+        if not isinstance(node, ast.For):
+            return None
+        assert isinstance(node.iter, ast.Call)
+        ends = [each.value if isinstance(each, ast.Constant) else None for each in node.iter.args]
+        if not all(isinstance(end, int) for end in ends) or not self._uses_own(node) or leaves(node.body):
+            return None
+        turns = range(*ends)  # type: ignore[arg-type]
+        return turns if len(turns) * self._size(node.body) <= MOST_WRITTEN_OUT else None
+
+    def _size(self, statements: list[ast.stmt]) -> int:
+        """Statements once loops are written out."""
+        size = 0
+        for node in statements:
+            inner = [*getattr(node, "body", []), *getattr(node, "orelse", [])]
+            turns = self._turns(node)
+            size += 1 + (len(turns) if turns is not None else 1) * self._size(inner)
+        return size
+
+    def _uses_own(self, loop: ast.For) -> bool:
+        names = {n.id for n in ast.walk(loop) if isinstance(n, ast.Name)}
+        return any(self.is_own(name) for name in names)
+
+    def is_own(self, name: str) -> bool:
+        """Whether a name is an array of one thread, or may be."""
+        return name in self.parsed.arrays and self.parsed.arrays[name].space == "local"
 
     def declare(self) -> None:
         """Storage of the arrays that the function declares, and their shadows."""
@@ -138,6 +236,11 @@ class DeviceFunctionEmitter(_CudaEmitter):
         """Alias class of an array: the caller's."""
         shape = self.shapes.get(name)
         return shape[0] if shape else "lane"
+
+    def is_own(self, name: str) -> bool:
+        """Whether a name is an array of one thread, or may be."""
+        shape = self.shapes.get(name)
+        return super().is_own(name) or (shape is not None and shape[0] == "lane")
 
 
 class KernelEmitter(_CudaEmitter):

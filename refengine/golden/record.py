@@ -6,7 +6,6 @@ import hashlib
 import platform
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +15,7 @@ from refengine.batch import Batch
 from refengine.errors import ComputeError, ContextSizeError, RequestError
 from refengine.golden.case import ENGINE, SETTINGS, DeviceId, ModelId, Recording, Step
 from refengine.golden.tap import DEFAULT, MTP, STATES, TensorTap, matches, states_of
-from refengine.models import resolve_model
+from refengine.models import KNOWN_MODELS, resolve_model
 
 if TYPE_CHECKING:
     import os
@@ -48,14 +47,14 @@ class Request:
 
 
 def model_id(model: str | os.PathLike[str]) -> ModelId:
-    """Name and SHA-256 of a model file; the name is the short one, or the file's without its folder."""
+    """Name and SHA-256 of a model file; the name is the short one if it has one, or the file's without its folder."""
     path = resolve_model(model)
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while data := file.read(_READ_BYTES):
             digest.update(data)
-    name = str(model) if not Path(model).exists() else path.name
-    return ModelId(name, digest.hexdigest())
+    short = (name for name, known in KNOWN_MODELS.items() if known.find() == path)
+    return ModelId(next(short, path.name), digest.hexdigest())
 
 
 def device_id(engine: Engine) -> DeviceId:
@@ -101,6 +100,19 @@ def record(engine: Engine, request: Request, model: ModelId) -> Recording:
         greedy=greedy if request.n_predict else None,
         generated=generated,
         n_predict=request.n_predict,
+    )
+
+
+def require_consistent(recording: Recording) -> None:
+    """Raise ``GoldenError`` unless the two continuations are the same tokens."""
+    greedy, generated = recording.greedy, recording.generated
+    if greedy is None or generated is None or greedy == generated:
+        return
+    pairs = enumerate(zip(greedy, generated, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), min(len(greedy), len(generated)))
+    raise GoldenError(
+        f"{recording.name}: token {at} of the continuation is another one as requests are served than decoded alone: "
+        "this is a bug of the engine; find it with --check audit, or record with --no-drafts"
     )
 
 

@@ -9,8 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from instrumentation.ownership import Owner
 from refengine.golden import case
+from refengine.golden.compare import Comparison
 from refengine.golden.kld_base import KldBase
+from refengine.golden.session import Session
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 LLAMA, QWEN = DATA / "llama.gguf", DATA / "qwen35.gguf"
@@ -168,6 +171,20 @@ def test_bad_usage_is_one_line_and_2(golden, recorded, one_line, tmp_path):
     assert "the second has no case a; it has case-002" in one_line(
         golden("diff", recorded, recorded / "case-002"), 2
     )
+
+
+def test_findings_of_the_engine_end_with_1(golden, recorded, monkeypatch):
+    def leaking(self, wanted, model, **options):
+        engine = self.engine(model, n_ctx=64)
+        self.leak = engine.allocator.reserve_arena(64, owner=Owner("target"), name="left").unwrap()
+        return Comparison(wanted.name, True, 1, ())
+
+    monkeypatch.setattr(Session, "check", leaking)
+    result = golden("check", recorded / "a", "-m", LLAMA, "--check", "guard", *SMALL)
+    assert result.exit_code == 1
+    assert result.stdout == "a: ok, 1 tensors (bits)\n"
+    assert "MEM006" in result.stderr
+    assert result.stderr.endswith("1 finding\n")
 
 
 def test_dumps_can_be_diffed(golden, recorded):

@@ -1,12 +1,12 @@
 """Make a folder with which tests/gpu/run.py needs no compiler and no host results. No GPU is needed for it.
 
-usage: python tests/gpu/prepare.py FOLDER [images | kernels | models | faults | checked | FILE.gguf] ...
+usage: python tests/gpu/prepare.py FOLDER [images | kernels | models | golden | faults | checked | FILE.gguf] ...
 
 ``images``: every kernel for compute capability 9.0. ``kernels``: the host's outputs of every case. ``models``: images
-and host results of the small models. ``faults``: images of the planted faults' kernels, plain and checked, and what the
-host finds of them. ``checked``: the checked form of every kernel, of what is timed at large sizes, and of the small
-models; prints how long each takes and its registers. A file: images of what a benchmark of it launches. Without any:
-the first three.
+and host results of the small models. ``golden``: the host's recordings of all their tensors. ``faults``: images of the
+planted faults' kernels, plain and checked, and what the host finds of them. ``checked``: the checked form of every
+kernel, of what is timed at large sizes, and of the small models; prints how long each takes. A file: images of what a
+benchmark of it launches. Without any: the first four.
 Then, with the GPU: PREPARED=FOLDER python tests/gpu/run.py
 """
 
@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path += [str(ROOT / "tests" / "support"), str(ROOT)]
 
 import gpu_cublas
+import gpu_golden
 import gpu_kernels
 import gpu_models
 import gpu_trap
@@ -146,9 +147,9 @@ def prepare_models(place: Path) -> None:
 def prepare_kernels(place: Path) -> None:
     """The host's outputs of every case."""
     arrays = {}
-    for number, case in enumerate(cases()):
+    for _, key, case in gpu_kernels.keyed_cases():
         for output, array in gpu_kernels.run_host(case).items():
-            arrays[f"{number} {case.kernel.name} {output}"] = array
+            arrays[f"{key} {output}"] = array
     np.savez_compressed(place / "kernels.npz", **arrays)
 
 
@@ -201,7 +202,7 @@ def main(given: list[str]) -> int:
         return 2
     place = Path(given[0])
     place.mkdir(parents=True, exist_ok=True)
-    for what in given[1:] or ["images", "kernels", "models"]:
+    for what in given[1:] or ["images", "kernels", "models", "golden"]:
         started = time.perf_counter()
         if what == "images":
             for kernel in (*all_kernels(), *NUMERICS, increment, scale_by, write_from):
@@ -214,6 +215,8 @@ def main(given: list[str]) -> int:
             prepare_faults(place)
         elif what == "checked":
             prepare_checked(place)
+        elif what == "golden":
+            gpu_golden.prepare(place)
         else:
             shapes = [(0, 512, "last", 0), (512, 1, "last", 1), (0, 1, "last", 1), (1, 1, "last", 0)]
             for gemm in ("kernels", "cublas"):

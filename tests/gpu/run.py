@@ -25,6 +25,7 @@ sys.path += [str(ROOT / "tests" / "support"), str(ROOT)]  # works from a checkou
 import gpu_checks
 import gpu_costs
 import gpu_cublas
+import gpu_golden
 import gpu_kernels
 import gpu_models
 import gpu_numerics
@@ -45,6 +46,7 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
     "cli": gpu_checks.cli,
     "numerics": gpu_numerics.numerics,
     "models": gpu_models.models,
+    "golden": gpu_golden.golden,
     "memory": gpu_models.memory,
     "kernels": gpu_kernels.kernels,
     "trap-faults": gpu_trap.faults,

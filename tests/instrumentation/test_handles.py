@@ -629,6 +629,17 @@ class TestFailures:
         bench.device.faults = None
         bench.works()
 
+    def test_a_handle_that_cannot_be_destroyed_leaves_the_books(self):
+        bench = Blas()
+        bench.library.calls.fail("destroy", "INTERNAL_ERROR")
+        with pytest.raises(
+            DeviceError, match=r"cublasDestroy of handle gemm of target failed with .*INTERNAL_ERROR"
+        ):
+            bench.handle.destroy()
+        bench.handle.destroy()
+        assert not bench.device.library_handles
+        assert not any(name.startswith("handle") for _, name, _ in bench.device.account.rows)
+
     def test_a_lost_device_lets_its_handles_go(self):
         bench = Blas()
         bench.stream.call(bench.product())

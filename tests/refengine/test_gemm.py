@@ -148,6 +148,32 @@ class TestFailures:
         assert not device.library_handles
         load("llama", device).close()
 
+    def test_a_handle_that_cannot_be_destroyed_is_told_when_all_else_is_given_back(self):
+        device = blas_device()
+        engine = load("llama", device)
+        library_of(device).fail("destroy", "INTERNAL_ERROR")
+        with pytest.raises(DeviceError, match="cublasDestroy of handle gemm of target failed"):
+            engine.close()
+        driver = device.context.driver
+        assert (len(driver.memory), len(driver.streams)) == (1, 1)
+        assert engine.allocator.table() == ()
+
+    def test_a_lost_device_ends_requests_and_the_engine_closes_quietly(self):
+        tokens, _, _ = recorded("llama")
+        device = blas_device()
+        engine = load("llama", device, check="audit")
+        engine.logits(tokens)
+        device.context.driver.lost = "CUDA_ERROR_ILLEGAL_ADDRESS"
+        for _ in range(2):
+            with pytest.raises((ComputeError, DeviceError), match=r"ILLEGAL_ADDRESS|device lost"):
+                engine.logits(tokens)
+        calls = library_of(device).calls.total()
+        engine.close()
+        assert library_of(device).calls.total() == calls
+        assert engine.findings == []
+        assert engine.allocator.table() == ()
+        assert not device.library_handles
+
     def test_a_fault_ends_its_request_and_nothing_else(self):
         tokens, _, greedy = recorded("llama")
         injector = FaultInjector(FaultPlan.nth(2, "library"))

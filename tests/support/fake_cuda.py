@@ -93,8 +93,8 @@ class FakeLaunch:
         self.reported = 0
         if function.checked:
             n_arrays = sum(isinstance(kind, nb.Array) for kind in function.kernel.signature.values())
-            self.reported = slots[-1 - n_arrays]
-            self.block[-1 - n_arrays] = self.report.ctypes.data
+            self.reported = slots[-2 - n_arrays]
+            self.block[-2 - n_arrays] = self.report.ctypes.data
 
     def tell(self) -> None:
         """Put what the host's code found where a GPU's would have put it."""
@@ -409,7 +409,7 @@ def _host_slots(function: FakeFunction, parameters: int) -> list[int]:
     table = (ctypes.c_int64 * len(sizes)).from_address(parameters)
     values = itertools.starmap(_read, zip(table, sizes, strict=True))
     if function.checked:
-        return list(values)  # in the same order
+        return [*values, 0]  # in the same order; and races are not looked for
     slots: list[int] = []
     for name, kind in signature.items():
         if not isinstance(kind, nb.Array):

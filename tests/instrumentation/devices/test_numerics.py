@@ -20,6 +20,7 @@ from instrumentation.kernel.intrinsics import f32_to_f16
 from instrumentation.kernel.stores import stores_to
 from instrumentation.kernel.types import f32, f32_1d, f32_2d, f64_1d, i32, i32_1d, u16_2d
 from instrumentation.levels import Level
+from instrumentation.reports.jsonlines import read
 from instrumentation.reports.text import render
 from instrumentation.sanitizer import Sanitizer
 
@@ -291,8 +292,6 @@ class TestWhatIsNot:
 
     @pytest.mark.parametrize("level", list(Level))
     def test_bits_are_the_same_at_every_level(self, kind, level):
-        if kind == "cuda" and level is Level.TRAP:
-            pytest.skip("CUDA has no level trap here")
         world = World(kind, level)
         x = np.random.default_rng(0).standard_normal((6, WIDTH)).astype(np.float32)
         x[2] = np.nan
@@ -431,6 +430,15 @@ class TestSanitizer:
         assert san.exit_code == 1
         assert "NUM001 first NaN: 4 bytes, y of main, kernel divide (" in capsys.readouterr().err
 
+    def test_findings_are_kept_as_json_lines(self, tmp_path, capsys):
+        kept = tmp_path / "found.jsonl"
+        with Sanitizer(device="host", check="off", check_numerics=True, report_file=kept) as san:
+            x, y = san.array(np.zeros((1, 10), np.float32)), san.empty((1, 10), np.float32)
+            san.launch(inverse, 1, san.stream("compute"), x=x, y=y)
+        with kept.open("rb") as lines:
+            assert [each.finding for each in read(lines, "kept")] == san.findings
+        assert "1 finding: device host, level off" in capsys.readouterr().err
+
     def test_nothing_without_it(self, capsys):
         with Sanitizer(device="host", check="audit") as san:
             x, y = san.array(np.zeros((1, 10), np.float32)), san.empty((1, 10), np.float32)
@@ -452,3 +460,21 @@ def test_the_report_as_text():
     text = render(world.found[0])
     assert text.startswith("NUM001 first infinity: 4 bytes, y of target, kernel inverse (")
     assert "0 bytes inside the 160-byte buffer y" in text
+
+
+@pytest.mark.parametrize("level", [Level.OFF, Level.GUARD])
+def test_what_fresh_memory_held_hides_nothing(level, monkeypatch):
+    """Memory that was full of NaN when the process got it, as it is after somebody else's."""
+    usual = HostDevice.allocate
+
+    def allocate(self, nbytes):
+        address = usual(self, nbytes)
+        self.fill_bytes(address, nbytes, 0xFF)
+        return address
+
+    monkeypatch.setattr(HostDevice, "allocate", allocate)
+    world = World("host", level)
+    y = world.arena.reserve(4 * 6 * WIDTH, owner=TARGET, name="y").unwrap().view(np.float32, (6, WIDTH))
+    world.run((inverse, 6, {"x": world.put(np.zeros((6, WIDTH), np.float32), "x"), "y": y}))
+    assert "y, row 0, column 0 is infinite" in world.found[0].message
+    assert f"{6 * WIDTH} elements" in world.found[0].message

