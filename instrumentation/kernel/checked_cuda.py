@@ -335,7 +335,7 @@ def load_own(_typing: Any, pointer: Any, index: Any) -> Any:
 
 @intrinsic
 def store_own(_typing: Any, pointer: Any, index: Any, shadow: Any, value: Any) -> Any:
-    """Write an element of a thread's own array that is known to be there; ``shadow`` is 0 when it was written before."""
+    """Write an element of a thread's own array that is known to be there; ``shadow`` is 0 if it was written before."""
     signature = types.void(pointer, types.int64, shadow, value)
 
     def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:

@@ -41,7 +41,6 @@ _RECORD = f"""
 .reg .pred rf_p, rf_q;
 .reg .b64 rf_a, rf_b, rf_h, rf_r, rf_t;
 .reg .b32 rf_x, rf_y, rf_z;
-mov.u64 $0, $1;
 atom.global.add.u64 rf_a, [$2], 1;
 add.u64 rf_h, $2, $4;
 atom.global.cas.b64 rf_b, [rf_h], 0, $3;
@@ -99,7 +98,8 @@ def record(builder: Any, report: Any, key: Any, kind: Any, indices: list[Any], e
     first = 8 * (_LOG + 3)
     places = [first + 8 * axis for axis in range(axes)] + [first + 8 * (AXES + axis) for axis in range(axes)]
     stores = [f"@rf_p st.global.u64 [rf_a+{place}], ${6 + i};" for i, place in enumerate(places)]
-    text = " ".join([*_RECORD.split(), *stores])
+    # The result comes last: it may lie where an operand does.
+    text = " ".join([*_RECORD.split(), *stores, "mov.u64 $0, $1;"])
     signature = ir.FunctionType(_I64, [_I64] * (5 + len(values)))
     code = ir.InlineAsm(
         signature, f"{{ {text} }}", ",".join(["=l", *["l"] * (5 + len(values))]), side_effect=True

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 #: statements of a loop that is written out
 MOST_WRITTEN_OUT = 512
+SHARED_ACCESS = 8
 
 
 #: alias classes beside those of the host: an own element that is known to be there, written before or not
@@ -96,6 +97,13 @@ class _CudaEmitter(FunctionEmitter):
         super().__init__(module, parsed, ranks)
         self.known = Known()
 
+    def read(self, name: str) -> str:
+        """Expression of a name's value."""
+        value = self.known.constants.get(name)
+        if value is None:
+            return super().read(name)
+        return str(value) if value >= 0 else f"({value})"
+
     def place(self, name: str, index: ast.expr, node: ast.AST) -> Place:
         """Where an index into an array points, and what is known of that."""
         place = super().place(name, index, node)
@@ -146,7 +154,6 @@ class _CudaEmitter(FunctionEmitter):
         assert isinstance(node, ast.For)
         assert isinstance(node.target, ast.Name)
         for value in turns:
-            self.emit(f"v_{node.target.id} = {value}", node)
             self.known.constants[node.target.id] = value
             for inner in node.body:
                 self.statement(inner)
@@ -172,13 +179,20 @@ class _CudaEmitter(FunctionEmitter):
         return turns if len(turns) * self._size(node.body) <= MOST_WRITTEN_OUT else None
 
     def _size(self, statements: list[ast.stmt]) -> int:
-        """Statements once loops are written out."""
+        """Statements once loops are written out; an access of memory that others share counts as several."""
         size = 0
         for node in statements:
             inner = [*getattr(node, "body", []), *getattr(node, "orelse", [])]
             turns = self._turns(node)
             size += 1 + (len(turns) if turns is not None else 1) * self._size(inner)
+            if not inner:
+                size += SHARED_ACCESS * sum(self._is_shared_access(each) for each in ast.walk(node))
         return size
+
+    def _is_shared_access(self, node: ast.AST) -> bool:
+        if isinstance(node, ast.Subscript):
+            return isinstance(node.value, ast.Name) and not self.is_own(node.value.id)
+        return self.parsed.device_function(node) is not None
 
     def _uses_own(self, loop: ast.For) -> bool:
         names = {n.id for n in ast.walk(loop) if isinstance(n, ast.Name)}

@@ -37,6 +37,8 @@ _HEADER_BYTES = 20
 _STEPS = 65535
 #: logits that are farther below the largest one than this are not told apart
 _RANGE = np.float32(16.0)
+#: a smaller scale has no inverse in float32; logits that close are told apart by nobody
+_LEAST_SCALE = np.finfo(np.float32).tiny
 Array = npt.NDArray[Any]
 
 
@@ -88,6 +90,7 @@ def encode(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     low = np.maximum(logits.min(axis=1), high - _RANGE)
     total = np.exp(logits - high[:, None]).sum(axis=1, dtype=np.float64)
     scale = (high - low) / np.float32(_STEPS)
+    scale[scale < _LEAST_SCALE] = 0
     rows[:, 0:2] = scale.astype("<f4")[:, None].view(np.uint16)
     rows[:, 2:4] = (low - high - np.log(total).astype(np.float32)).astype("<f4")[:, None].view(np.uint16)
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)

@@ -365,10 +365,17 @@ def _outputs(name: str, check: str, **options: Any) -> tuple[Any, Any, list[int]
 
 def models(report: Report) -> None:
     """Small models at level trap, graphs on and off: the bits of off, and nothing found."""
+    _compare(report, [(name, {}) for name in TRAP_MODELS])
+
+
+def drafts(report: Report) -> None:
+    """As ``models``, while drafts are verified. ``prepare.py`` makes no images for them."""
+    _compare(report, [("qwen35", DRAFTS | {"n_slots": 2})])
+
+
+def _compare(report: Report, chosen: list[tuple[str, dict[str, Any]]]) -> None:
     print("| model | graphs | same bits | findings | off t/s | trap t/s | s |")
     print("|---|---|---|---|---|---|---|")
-    drafting = [(name, DRAFTS | {"n_slots": 2}) for name in TRAP_MODELS if name == "qwen35"]
-    chosen: list[tuple[str, dict[str, Any]]] = [*((name, {}) for name in TRAP_MODELS), *drafting]
     for name, options in chosen:
         label = f"{name}{'+drafts' if options else ''}"
         with report.part(label):

@@ -31,7 +31,6 @@ from engines import DATA, increment, scale_by, write_from
 from fake_cublas import FakeCublas
 from fake_cuda import FakeDriver, fake_image
 from gpu_prepared import image_file
-from kernel_cases import cases
 from planted_faults import PLANTED
 
 import refengine
@@ -183,8 +182,6 @@ def large_products() -> list[Kernel]:
 
 def prepare_checked(place: Path) -> None:
     """Checked forms, and the plain ones that are timed beside them."""
-    for kernel in all_kernels():
-        write_image(place, kernel, checked=True)
     large = [made for _, made, _, _ in gpu_trap.large_launches()]
     for kernel in [*large, *large_products()]:
         for checked in (False, True):
@@ -193,6 +190,8 @@ def prepare_checked(place: Path) -> None:
         for kernel in model_kernels(name):
             for checked in (False, True):
                 write_image(place, kernel, checked=checked)
+    for kernel in all_kernels():
+        write_image(place, kernel, checked=True)
 
 
 def main(given: list[str]) -> int:

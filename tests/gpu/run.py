@@ -53,6 +53,7 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
     "trap-kernels": gpu_trap.kernels,
     "trap-large": gpu_trap.large,
     "trap-models": gpu_trap.models,
+    "trap-drafts": gpu_trap.drafts,
 }
 
 
