@@ -381,7 +381,6 @@ class CudaStream(CheckedStream[Prepared, CudaEvent, CudaGraph]):
         if failure is not None:
             raise failure
         self.device.look_at_memory()
-        self.device.look_at_memory()
 
     def drain(self) -> None:
         """Wait, let copies land and report damage. What a callback of the findings raises waits for ``synchronize``."""
