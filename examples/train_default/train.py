@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from acceptance import accepted_drafts, continue_greedily
 from corpus import Corpus, tokenise, train_tokenizer
-from drafting import accepted_drafts, continue_greedily
 from model import ModelConfig, Qwen35
 from torch.nn import functional as F  # noqa: N812 - the name that everyone gives it
 

@@ -42,6 +42,8 @@ GENERIC, GLOBAL, SHARED = 0, 1, 3
 _ALLOWED = 1 << CHAIN_BITS
 _I1, _I8, _I64 = ir.IntType(1), ir.IntType(8), ir.IntType(64)
 _KINDS = (*KINDS, "shadow")
+#: of what gives the same whenever it is done
+_PURE = ("readnone", "nounwind")
 
 
 class Address(types.Type):
@@ -181,6 +183,42 @@ class _Access:
         address = builder.add(builder.ptrtoint(place, _I64), self.shadow)
         return builder.inttoptr(address, ir.IntType(8 * size).as_pointer(GLOBAL)), size
 
+    def load_constant(self, nothing: Any) -> Any:
+        """Element of a parameter that nothing writes while the kernel runs, nor its shadow.
+
+        Both are read before it is known whether they may be, the one where something always is, the other not at all
+        where there is none: what depends on nothing that changes, the compiler does once for all equal accesses.
+        """
+        builder, function = self.builder, self.builder.function
+        inside = self.inside()
+        place, _ = self.element()
+        report = builder.extract_value(self.where, 0)
+        safe = builder.select(inside, place, builder.inttoptr(report, place.type))
+        value = _constant_element(builder, safe)
+        if isinstance(self.item, types.Boolean):
+            value = builder.icmp_unsigned("!=", value, ir.Constant(value.type, 0))
+        distance = builder.select(inside, self.shadow, _word(0))
+        size = self.context.get_abi_sizeof(self.context.get_data_type(self.item))
+        state, written = _constant_state(builder, builder.ptrtoint(safe, _I64), distance, size)
+        mask = ir.Constant(state.type, int.from_bytes([FREED] * size, "little"))
+        freed = builder.icmp_unsigned("!=", builder.and_(state, mask), ir.Constant(state.type, 0))
+        said = builder.and_(builder.extract_value(self.where, 1), _word(_ALLOWED))
+        allowed = builder.and_(builder.icmp_unsigned("!=", said, _word(0)), builder.not_(freed))
+        fine = builder.and_(inside, builder.or_(builder.icmp_unsigned("==", state, written), allowed))
+        before = builder.block
+        reported, done = (function.append_basic_block(n) for n in ("reported", "done"))
+        builder.cbranch(fine, done, reported).set_weights([1 << 20, 1])
+        builder.position_at_end(reported)
+        kind = builder.select(freed, _word(USED_AFTER_FREE), _word(UNWRITTEN))
+        kind = self.record(builder.select(inside, kind, _word(OUTSIDE)))
+        other = builder.select(builder.icmp_unsigned("==", kind, _word(UNWRITTEN)), value, nothing)
+        builder.branch(done)
+        builder.position_at_end(done)
+        result = builder.phi(value.type)
+        result.add_incoming(value, before)
+        result.add_incoming(other, reported)
+        return result
+
     def make(self, made: Any, *, reads: bool, writes: bool, nothing: Any = None) -> Any:
         """The access: ``made(place)`` where it may be made, else ``nothing``."""
         builder = self.builder
@@ -261,6 +299,43 @@ class _Access:
             mark(builder, builder.store(written, shadow, align=size), "shadow", _KINDS)
 
 
+def _constant_element(builder: Any, place: Any) -> Any:
+    """Value at a place that does not change.
+
+    Not a load that LLVM knows as one of something constant: that may be moved to before the wait for the predecessor.
+    """
+    item = place.type.pointee
+    if isinstance(item, ir.IntType) and item.width < 32:
+        wide = ir.IntType(32)
+        text, register = f"ld.global.u{item.width} $0, [$1];", "r"
+    else:
+        wide = item
+        bits, register = {ir.FloatType(): (32, "f"), ir.DoubleType(): (64, "d")}.get(item) or (
+            item.width,
+            "l" if item.width == 64 else "r",
+        )
+        text = f"ld.global.{'f' if register in 'fd' else 'u'}{bits} $0, [$1];"
+    address = builder.ptrtoint(place, _I64)
+    code = ir.InlineAsm(ir.FunctionType(wide, [_I64]), text, f"={register},l", side_effect=False)
+    value = builder.call(code, [address], attrs=_PURE)
+    return value if wide is item else builder.trunc(value, item)
+
+
+def _constant_state(builder: Any, address: Any, distance: Any, size: int) -> tuple[Any, Any]:
+    """State of a place whose shadow does not change, written where there is none; and what written is."""
+    wide = size == 8
+    kind, register = (_I64, "l") if wide else (ir.IntType(32), "r")
+    written = int.from_bytes([WRITTEN] * size, "little")
+    text = (
+        f"{{ .reg .pred rf_p; setp.ne.s64 rf_p, $2, 0; mov.b{64 if wide else 32} $0, {written}; "
+        f"@rf_p ld.global.u{8 * size} $0, [$1]; }}"
+    )
+    signature = ir.FunctionType(kind, [_I64, _I64])
+    code = ir.InlineAsm(signature, text, f"=&{register},l,l", side_effect=False)
+    state = builder.call(code, [builder.add(address, distance), distance], attrs=_PURE)
+    return state, ir.Constant(kind, written)
+
+
 def _terms(pointer: Any, indices: Any, extents: Any, shadow: Any, where: Any) -> tuple[Any, ...]:
     """Types of what every checked access takes."""
     for index in indices:
@@ -280,6 +355,8 @@ def _checked(kind: str) -> tuple[Any, Any]:
         def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
             access = _Access(context, builder, kind, sig, values)
             nothing = ir.Constant(context.get_value_type(access.item), 0)
+            if kind == "ro":
+                return access.load_constant(nothing)
             return access.make(
                 lambda place: read_element(builder, place, access.item, kind, _KINDS),
                 reads=True,

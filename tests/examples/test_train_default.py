@@ -15,7 +15,7 @@ import corpus  # noqa: E402 - beside the example's files, all of which need PyTo
 import delta  # noqa: E402
 import model  # noqa: E402
 import train  # noqa: E402
-from drafting import accepted_drafts, continue_greedily  # noqa: E402
+from acceptance import accepted_drafts, continue_greedily  # noqa: E402
 from export import export  # noqa: E402
 from gguf import GGMLQuantizationType  # noqa: E402
 

@@ -57,6 +57,44 @@ def codes(san):
     return [finding.code for finding in san.findings]
 
 
+def neighbours(x, y):
+    """Y is the sum of an element and the next; a tile that nobody waits for."""
+    tile = cuda.shared.array(64, float32)
+    i = cuda.threadIdx.x
+    tile[i] = x[i]
+    y[i] = tile[i] + tile[(i + 1) % 64]
+
+
+class TestTrap:
+    """Every access of a kernel that Numba's own decorator made, or none did."""
+
+    @pytest.mark.parametrize("device", ["host", "fake GPU"])
+    @pytest.mark.parametrize("jitted", [True, False])
+    def test_a_store_too_far_has_its_line_and_changes_nothing(self, device, jitted):
+        with opened(device=fake_device() if device == "fake GPU" else "host", check="trap") as san:
+            stream = san.stream()
+            y = san.array(np.zeros(100, np.float32), name="y")
+            one_too_far = san.kernel(cuda.jit(plain) if jitted else plain, block=64)
+            san.launch(one_too_far, 2, stream, y=y)
+            stream.synchronize()
+            assert (san.copy_out(y, stream) == 0).all()  # not waited for yet
+            san.synchronize()
+        [finding] = san.findings
+        assert (finding.code, finding.argument, finding.thread) == ("MEM011", "y", (36, 0, 0))
+        assert finding.access[0].line == plain.__code__.co_firstlineno + 4
+        assert "index 100 of axis 0, which has 100 elements" in finding.message
+
+    def test_never_written_memory_and_a_race_are_told(self):
+        with opened(check="trap") as san:
+            stream = san.stream()
+            x, y = san.empty(64, np.float32, name="x"), san.empty(64, np.float32, name="y")
+            san.launch(san.kernel(neighbours, block=64), 1, stream, x=x, y=y)
+            san.synchronize()
+        found = {(finding.code, finding.argument) for finding in san.findings}
+        # On the host the element that the race is about is not even written yet.
+        assert found == {("MEM012", "x"), ("MEM012", "tile"), ("RAC001", "tile")}
+
+
 class TestArrays:
     @pytest.mark.parametrize("device", ["host", "fake GPU"])
     def test_arrays_go_in_and_results_come_out(self, device):
@@ -296,7 +334,6 @@ class TestEnd:
     @pytest.mark.parametrize(
         ("settings", "words"),
         [
-            ({"check": "trap"}, "trap is not built yet"),
             ({"check": "all"}, "check level 'all' is unknown"),
             ({"device": "tpu"}, "device 'tpu' is unknown"),
         ],
