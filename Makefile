@@ -8,7 +8,7 @@ PROMPT ?= What is gravity?
 # Processes that share the tests out; 0: none, all in this one. A machine of many cores would run out of memory first.
 WORKERS ?= auto
 
-.PHONY: run test lint types package check benchmark clean
+.PHONY: run test lint types package docs check benchmark clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -39,7 +39,10 @@ package: $(VENV)/.ready
 	build/venv/bin/python -m pip install --quiet dist/*.whl
 	cd build && venv/bin/refengine --version && venv/bin/python -m refengine explain MEM002 > explained.txt
 
-check: lint types package test
+docs: $(VENV)/.ready
+	$(PY) -m sphinx --quiet --fail-on-warning --fresh-env -b html docs build/docs
+
+check: lint types package docs test
 
 benchmark: $(VENV)/.ready
 	$(PY) benchmarks/generate.py

@@ -18,6 +18,12 @@ LINES = re.findall(
 SHOWS = {
     "generate.py": ["bit-identical: True", "0 findings"],
     "overflow.py": ["MEM002 canary right of a buffer damaged: 4 bytes, y of example, kernel scale"],
+    "check_kernel.py": [
+        "MEM010 load out of bounds: 4 bytes, x of main, kernel double (examples/check_kernel.py:19:20)",
+        "MEM011 store out of bounds: 4 bytes, y of main, kernel double (examples/check_kernel.py:19:9)",
+        "argument y, launch 1, block (1, 0, 0), thread (36, 0, 0)",
+        "2 findings: device host, level trap",
+    ],
     "sanitize.py": [
         "STR011 unordered read and write: 400 bytes, y of main",
         "examples/sanitize.py:29 in main\n      san.copy_out(y, copies)",
