@@ -140,9 +140,7 @@ def test_a_lost_device_fails_every_request_and_the_engine_closes_quietly(name, o
     driver = device.context.driver
     engine = load(name, device, check=check, **options)
     engine.generate(tokens, n_predict=4, temperature=0)
-    norms = {
-        launch.kernel.name for graph in driver.graphs for launch in graph if "norm" in launch.kernel.name
-    }
+    norms = {launch.name for graph in driver.graphs for launch in graph if "norm" in launch.name}
     driver.broken = dict.fromkeys(norms, "ILLEGAL_ADDRESS")
     with pytest.raises(ComputeError, match=r"CUDA_ERROR_ILLEGAL_ADDRESS.*the last launch was graph"):
         engine.generate(tokens, n_predict=4, temperature=0)
