@@ -81,7 +81,7 @@ def _numbers(_ctx: click.Context, param: click.Parameter, value: tuple[str, ...]
 def bench(
     settings: Settings,
     /,
-    model: str,
+    model: str | None,
     output: str,
     check: str,
     override_kv: tuple[str, ...],
@@ -98,7 +98,7 @@ def bench(
 
     \b
     Example:
-      refengine bench -m smollm2 -p 512 -n 128 --check off,guard
+      refengine bench -p 512 -n 128 --check off,guard
     """  # noqa: D301 - click's mark for lines that stay as they are
     from cli.display import display  # noqa: PLC0415 - --help does without what it takes to run
     from refengine.bench import BenchPlan, run  # noqa: PLC0415

@@ -70,7 +70,7 @@ def _check_parallel(_ctx: click.Context, _param: click.Parameter, value: int) ->
 def generate(
     settings: Settings,
     /,
-    model: str,
+    model: str | None,
     prompt: str | None,
     file: str | None,
     override_kv: tuple[str, ...],

@@ -89,7 +89,7 @@ def golden(ctx: click.Context) -> None:
 def record(
     settings: Settings,
     /,
-    model: str,
+    model: str | None,
     prompts: Path,
     output: Path,
     n_predict: int,
@@ -258,7 +258,14 @@ def dump(recording: Path, tensors: tuple[str, ...]) -> None:
 @_device_options
 @click.pass_obj
 def kld_base(
-    settings: Settings, /, model: str, text: Path, output: Path, n_ctx: int, chunks: int | None, **given: Any
+    settings: Settings,
+    /,
+    model: str | None,
+    text: Path,
+    output: Path,
+    n_ctx: int,
+    chunks: int | None,
+    **given: Any,
 ) -> None:
     """Write llama.cpp's base file for KL divergence.
 
@@ -300,7 +307,7 @@ def kld_base(
 def kld(
     settings: Settings,
     /,
-    model: str,
+    model: str | None,
     base: Path,
     chunks: int | None,
     max_kld: float | None,

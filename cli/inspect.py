@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @options.override_option
 @options.check_tensors_option
 def inspect(
-    model: str, as_json: bool, override_kv: tuple[str, ...], check_tensors: bool, **given: Any
+    model: str | None, as_json: bool, override_kv: tuple[str, ...], check_tensors: bool, **given: Any
 ) -> None:
     """Show metadata, tensors and the memory plan of a model file. Reads no weights.
 
@@ -35,7 +35,7 @@ def inspect(
 
     \b
     Example:
-      refengine inspect -m smollm2 -c 2048
+      refengine inspect -c 2048
     """  # noqa: D301 - click's mark for lines that stay as they are
     from refengine import inspection  # noqa: PLC0415 - --help does without what it takes to run
     from refengine.gguf_file import GGUFFile  # noqa: PLC0415

@@ -110,7 +110,7 @@ def main(ctx: click.Context) -> None:
 
     \b
     Example:
-      refengine generate -m smollm2 -p "Once upon a time" -n 64
+      refengine generate -p "def fib(n):" -n 64
     """  # noqa: D301 - click's mark for lines that stay as they are
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)

@@ -15,7 +15,7 @@ def _size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> in
     return None if value is None else parse_size(value, "--device-memory-limit")
 
 
-model_option = option("-m", "--model", required=True, metavar="MODEL", help="GGUF file, or smollm2.")
+model_option = option("-m", "--model", metavar="MODEL", help="GGUF file, smollm2 or default (the default).")
 override_option = option(
     "--override-kv", multiple=True, metavar="KEY=TYPE:VALUE", help="Replace metadata; repeatable."
 )

@@ -75,7 +75,7 @@ _REFUSED = tuple(refused for refused in REFUSED if "--kv-unified" not in refused
 def soak(
     settings: Settings,
     /,
-    model: str,
+    model: str | None,
     duration: str | None,
     retries: int | None,
     requests: int | None,
@@ -92,7 +92,7 @@ def soak(
 
     \b
     Example:
-      refengine soak -m smollm2 -c 1024 -np 4 --duration 60s --check guard
+      refengine soak -c 1024 -np 4 --duration 60s --check guard
     """  # noqa: D301 - click's mark for lines that stay as they are
     from cli.display import display  # noqa: PLC0415 - --help does without what it takes to run
     from refengine.gguf_lookup import parse_override_kv  # noqa: PLC0415

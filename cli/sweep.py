@@ -88,7 +88,7 @@ _STEPS = 10
 def sweep(
     settings: Settings,
     /,
-    model: str,
+    model: str | None,
     sites: str,
     modes: str,
     seed: int,
@@ -108,7 +108,7 @@ def sweep(
 
     \b
     Example:
-      refengine sweep -m smollm2 --sites reserve
+      refengine sweep --sites reserve
     """  # noqa: D301 - click's mark for lines that stay as they are
     from cli.display import display  # noqa: PLC0415 - --help does without what it takes to run
     from refengine.models import resolve_model  # noqa: PLC0415

@@ -1,7 +1,7 @@
 """refengine: a reference LLM inference engine whose memory can be trusted.
 
-``refengine.load(path)`` returns an ``Engine``. Names are looked up on first use, so that importing the package costs
-nothing before a model is loaded.
+``refengine.load(path)`` returns an ``Engine``, ``refengine.load()`` that of the model that comes with it. Names are
+looked up on first use, so that importing the package costs nothing before a model is loaded.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ log = structlog.get_logger()
 
 
 def load(
-    path: str | Path,
+    path: str | Path | None = None,
     *,
     override_kv: Mapping[str, int | float | bool | str] | None = None,
     progress: Progress | None = None,
@@ -60,7 +60,9 @@ def load(
     faults: Faults | None = None,
     **options: Any,
 ) -> Engine:
-    """Load a model. ``options`` are the fields of ``EngineOptions``, which documents them.
+    """Load a model: a GGUF file, a short name, or without ``path`` the model that comes with refengine.
+
+    ``options`` are the fields of ``EngineOptions``, which documents them.
 
     ``progress(done, total)`` is called with bytes of weights. ``faults`` decides which device calls fail on purpose.
     Raises ``ModelFileError``, ``UnsupportedModelError``,

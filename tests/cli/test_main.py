@@ -53,7 +53,7 @@ def test_without_a_command_help_goes_to_stderr(run):
 
 
 @pytest.mark.parametrize(
-    "args", [["frobnicate"], ["--frobnicate"], ["generate", "--frobnicate"], ["generate"]]
+    "args", [["frobnicate"], ["--frobnicate"], ["generate", "--frobnicate"], ["generate", "-m"]]
 )
 def test_bad_usage_is_one_line_and_2(run, one_line, args):
     line = one_line(run(*args), 2)

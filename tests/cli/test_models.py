@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 
 import pytest
@@ -49,10 +50,23 @@ def test_an_existing_path_wins_over_a_short_name(package, tmp_path):
     assert str(resolve_model("short")) == "short"
 
 
+def test_no_name_is_the_default_model_whatever_the_current_folder_holds(package, tmp_path):
+    (tmp_path / "default").touch()
+    path = resolve_model()
+    assert (path.parent.name, path.name) == ("default_model", "model.gguf")
+    assert str(resolve_model("default")) == "default"
+
+
+def test_a_default_model_that_was_lost_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(BadInputError, match="model default is not installed; get it with: pip install"):
+        resolve_model()
+
+
 @pytest.mark.parametrize("name", ["nope", "no/such/file.gguf", "", "\0", "a\nb"])
 def test_anything_else_names_what_is_known(name):
     with pytest.raises(
-        BadInputError, match=r"model .*(no such file; give a GGUF file or one of: smollm2)"
+        BadInputError, match=r"model .*(no such file; give a GGUF file or one of: default, smollm2)"
     ) as caught:
         resolve_model(name)
     assert str(caught.value).isprintable()
