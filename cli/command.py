@@ -103,6 +103,9 @@ class EngineCommand(click.Command):
             return super().parse_args(ctx, args)
         except click.BadParameter as error:
             raise say_source(error, ctx) from None
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx  # the line says whose help to read
+            raise
 
     def invoke(self, ctx: click.Context) -> Any:
         """Configure logging, then run."""
