@@ -1,6 +1,6 @@
 """Where the time of one decoded token goes: each kernel of the graph, replayed by itself.
 
-usage: python benchmarks/profile.py -m MODEL [--device NAME] [--rows N] [--position N] [--late]
+usage: python benchmarks/profile.py -m MODEL [--device NAME] [-c N] [--rows N] [--position N] [--late]
 
 A kernel is captured ``REPEATS`` times in a row into one graph, so its time has no launch from Python in it; consecutive
 runs read the same weights, which a cache may keep. The last lines are a replay of the whole graph, and a decode.
@@ -66,6 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("-m", "--model", default="smollm2")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("-c", "--ctx-size", type=int, default=2048)
     parser.add_argument("--rows", type=int, default=1, help="tokens of the batch")
     parser.add_argument("--position", type=int, default=64, help="tokens before it")
     parser.add_argument(
@@ -76,7 +77,7 @@ def main() -> None:
         cuda_stream.MOST_BLOCKS = 0
     rng = np.random.default_rng(0)
     with (
-        refengine.load(resolve_model(given.model), device=given.device, n_ctx=2048) as engine,
+        refengine.load(resolve_model(given.model), device=given.device, n_ctx=given.ctx_size) as engine,
         engine.exclusive() as context,
     ):
         tokens = rng.integers(0, engine.config.n_vocab, given.position + given.rows).tolist()
@@ -95,7 +96,7 @@ def main() -> None:
         replay = best(lambda: context.stream.replay(executable.captured), context.stream.synchronize)
         print(f"replay of the graph and wait: {replay * 1e6:.0f} us")
         decodes = []
-        for _ in range(min(ROUNDS * 4, (2048 - context.length(0)) // given.rows)):
+        for _ in range(min(ROUNDS * 4, (given.ctx_size - context.length(0)) // given.rows)):
             batch = Batch.of(tokens[: given.rows], context.length(0), 0, "last", n_best=1)
             started = time.perf_counter()
             context.require(context.decode(batch))

@@ -84,7 +84,8 @@ def generate(
 
     \b
     Example:
-      refengine generate -m smollm2 -st -p "What is a page fault?" -n 64 --temp 0
+      refengine generate -p "def fib(n):" -n 64 --spec-type draft-mtp
+      refengine generate -m smollm2 -st -p "What is a page fault?" --temp 0
     """  # noqa: D301 - click's mark for lines that stay as they are
     text = _read_prompt(prompt, file)
     from cli.display import display  # noqa: PLC0415 - --help does without what it takes to run

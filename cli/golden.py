@@ -53,7 +53,7 @@ def golden(ctx: click.Context) -> None:
 
     \b
     Example:
-      refengine golden record -m smollm2 --prompts prompts.txt -o golden
+      refengine golden record --prompts prompts.txt -o golden
       refengine golden check golden
     """  # noqa: D301 - click's mark for lines that stay as they are
     if ctx.invoked_subcommand is None:
@@ -108,7 +108,7 @@ def record(
 
     \b
     Example:
-      refengine golden record -m smollm2 --prompts prompts.txt -o golden
+      refengine golden record --prompts prompts.txt -o golden
     """  # noqa: D301
     from refengine.golden import case, tap  # noqa: PLC0415 - --help does without what it takes to run
     from refengine.golden.prompts import read_prompts  # noqa: PLC0415
@@ -169,7 +169,7 @@ def check(
 
     \b
     Example:
-      refengine golden check golden -m smollm2
+      refengine golden check golden --check audit
     """  # noqa: D301
     from refengine.golden.session import model_of, read_any  # noqa: PLC0415
     from refengine.models import resolve_model  # noqa: PLC0415
@@ -274,7 +274,7 @@ def kld_base(
 
     \b
     Example:
-      refengine golden kld-base -m smollm2 -f text.txt -o base.kld -c 256
+      refengine golden kld-base -f text.txt -o base.kld -c 256
     """  # noqa: D301
     from refengine.golden.files import read_bytes  # noqa: PLC0415
     from refengine.golden.kld import write_base  # noqa: PLC0415
@@ -319,7 +319,7 @@ def kld(
 
     \b
     Example:
-      refengine golden kld -m smollm2 --base base.kld --max-kld 0.001
+      refengine golden kld --base base.kld --max-kld 0.001
     """  # noqa: D301
     from refengine.golden.kld import measure  # noqa: PLC0415
     from refengine.golden.kld_base import KldBase  # noqa: PLC0415

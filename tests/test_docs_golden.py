@@ -61,7 +61,7 @@ def test_commands_give_what_stands_below_them(tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     commands = list(steps())
-    assert len(commands) == 12
+    assert len(commands) == 13
     for command, wanted in commands:
         code, stdout, stderr = run(command, tmp_path)
         assert (code, stderr) == (int("differ" in wanted), ""), (command, stdout)
