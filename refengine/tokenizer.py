@@ -259,7 +259,12 @@ class StreamDecoder:
 
     def push(self, token: SupportsIndex) -> str:
         """Return the text that ``token`` completes; empty while a character is unfinished."""
-        return self._decoder.decode(self._tokenizer._piece(token, skip_special=self._skip_special))  # noqa: SLF001
+        text = self._decoder.decode(self._tokenizer._piece(token, skip_special=self._skip_special))  # noqa: SLF001
+        held, _ = self._decoder.getstate()
+        # Python's decoder waits for the third byte of a surrogate, which UTF-8 has none of: nothing can finish it.
+        if held[:1] == b"\xed" and held[1:2] >= b"\xa0":
+            text += self.flush()
+        return text
 
     def flush(self) -> str:
         """Return U+FFFD for a character left unfinished, and start over."""

@@ -334,6 +334,33 @@ def test_a_stream_is_the_whole_text_and_never_late(data):
     assert stream.flush() == ""
 
 
+def ends_unfinished(data: bytes) -> bool:
+    """Say whether ``data`` ends in the beginning of a character, as the decoder of whole texts sees it."""
+    for start in range(len(data)):
+        try:
+            data[start:].decode()
+        except UnicodeDecodeError as error:
+            if error.start == 0 and error.reason == "unexpected end of data":
+                return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "lead", [0x7F, 0x80, 0xC1, 0xC2, 0xE0, 0xE1, 0xEC, 0xED, 0xEE, 0xF0, 0xF3, 0xF4, 0xF5, 0xFF]
+)
+def test_a_stream_holds_back_what_can_become_a_character_and_nothing_else(lead):
+    """Every second byte, then a third: Python's incremental decoder waits after ED A0, which nothing can finish."""
+    tokenizer = build()
+    for second in range(256):
+        for third in (0x41, 0x7F, 0x80, 0xBF, 0xC2):
+            stream, seen, text = tokenizer.stream(), b"", ""
+            for byte in (lead, second, third):
+                seen += bytes([byte])
+                text += stream.push(byte)
+                assert text + "\ufffd" * ends_unfinished(seen) == seen.decode(errors="replace"), seen
+            assert text + stream.flush() == seen.decode(errors="replace")
+
+
 def test_a_stream_waits_for_a_character_and_no_longer():
     tokenizer = build()
     stream = tokenizer.stream()
