@@ -63,7 +63,9 @@ def attention(graph: Graph, config: ModelConfig, layer: int, x: str, *, head_nor
     return mul_mat(graph, f"attn_out{il}", attended, f"{block}.attn_output.weight", config.n_embd)
 
 
-def attend(graph: Graph, config: ModelConfig, layer: int, q: str, k: str, v: str) -> str:
+def attend(
+    graph: Graph, config: ModelConfig, layer: int, q: str, k: str, v: str, *, name: str = "kqv_out"
+) -> str:
     """Rotate and store keys, store values, attend: q -> a tensor of its shape, (T, n_head * head_dim)."""
     if config.head_dim % HEAD_DIM_UNIT or config.head_dim > MAX_HEAD_DIM:
         raise UnsupportedModelError(
@@ -81,7 +83,7 @@ def attend(graph: Graph, config: ModelConfig, layer: int, q: str, k: str, v: str
         layer=layer, scale=config.attention_scale,
     )  # fmt: skip
     return graph.add(
-        "attention_merge", f"kqv_out{il}", graph.tensors[q].shape, {"spans": spans, "position": "position"},
+        "attention_merge", f"{name}{il}", graph.tensors[q].shape, {"spans": spans, "position": "position"},
         scale=config.attention_scale,
     )  # fmt: skip
 

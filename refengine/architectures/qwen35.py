@@ -79,7 +79,7 @@ def gated_attention(graph: Graph, config: ModelConfig, layer: int, x: str, name:
     k = common.norm(
         graph, f"Kcur_normed{il}", k, f"{block}.attn_k_norm.weight", config.rms_eps, config.head_dim
     )
-    attended = common.attend(graph, config, layer, q, k, v)
+    attended = common.attend(graph, config, layer, q, k, v, name="attn_pregate")
     gated = graph.add(
         "output_gate", f"attn_gated{il}", (n_tokens, config.n_embd_q), {"x": attended, "q_gate": q_gate},
         head_dim=config.head_dim,
@@ -103,7 +103,7 @@ def _gated_delta_net(graph: Graph, config: ModelConfig, hybrid: HybridConfig, la
     beta = common.mul_mat(graph, f"beta{il}", x, f"{block}.ssm_beta.weight", n_head)
     alpha = common.mul_mat(graph, f"alpha{il}", x, f"{block}.ssm_alpha.weight", n_head)
     gates = graph.add(
-        "delta_gates", f"gate{il}", (n_tokens, 2, n_head), {"alpha": alpha, "beta": beta},
+        "delta_gates", f"delta_gates{il}", (n_tokens, 2, n_head), {"alpha": alpha, "beta": beta},
         weights={"dt_bias": f"{block}.ssm_dt.bias", "a": f"{block}.ssm_a"},
     )  # fmt: skip
     mixed = graph.add(
