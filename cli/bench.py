@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import click
 
+from cli import completion
 from cli import model_options as options
 from cli.command import EngineCommand, Refused, Settings, beside_arenas, count_bytes
 from cli.failures import FAILED, end_engine
@@ -47,7 +48,7 @@ def _numbers(_ctx: click.Context, param: click.Parameter, value: tuple[str, ...]
     return tuple(int(number) for number in text.split(","))
 
 
-@click.command(cls=EngineCommand, refused=_REFUSED)
+@click.command(cls=EngineCommand, short_help="Measure tokens per second at check levels.", refused=_REFUSED)
 @options.model_option
 @click.option(
     "-p", "--n-prompt", multiple=True, default=("512",), callback=_numbers, metavar="N,...",
@@ -64,6 +65,7 @@ def _numbers(_ctx: click.Context, param: click.Parameter, value: tuple[str, ...]
 )  # fmt: skip
 @click.option(
     "--check",
+    type=completion.LEVELS,
     default="off",
     metavar="LEVELS",
     help="off, guard, audit, trap: some with commas between (off).",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from cli.help import RareOption, ScreenCommand, help_all
 from cli.settings_file import say_source, use_environment, use_file
 from instrumentation.errors import BadInputError
 
@@ -65,7 +66,7 @@ def _common() -> list[click.Option]:
             callback=_set_verbosity,
             help="More log; -vv for all.",
         ),
-        click.Option(
+        RareOption(
             ["--log-format"],
             type=click.Choice(["auto", "console", "json"]),
             default="auto",
@@ -74,18 +75,19 @@ def _common() -> list[click.Option]:
             metavar="FORMAT",
             help="Log as console, json or auto (default).",
         ),
-        click.Option(
+        RareOption(
             ["--config"],
             type=click.Path(exists=True, dir_okay=False, path_type=Path),
             is_eager=True,
             expose_value=False,
             callback=use_file,
-            hidden=True,  # the group's help tells of it
+            metavar="FILE",
+            help="Options from this TOML file.",
         ),
     ]
 
 
-class EngineCommand(click.Command):
+class EngineCommand(ScreenCommand):
     """A command with the options that all commands have; logging is configured before it runs.
 
     ``refused``: flags of other engines that end the command by name, each group with its reason.
@@ -94,6 +96,7 @@ class EngineCommand(click.Command):
     def __init__(self, *args: Any, refused: Sequence[Refused] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.params += _common()
+        self.params.append(help_all(sum(isinstance(param, RareOption) for param in self.params)))
         self.params += [RefusedFlag(each) for each in refused]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -105,6 +108,12 @@ class EngineCommand(click.Command):
             raise say_source(error, ctx) from None
         except click.UsageError as error:
             error.ctx = error.ctx or ctx  # the line says whose help to read
+            if isinstance(error, click.NoSuchOption):
+                hidden = {
+                    flag for param in self.params if getattr(param, "hidden", False) for flag in param.opts
+                }
+                near = [flag for flag in error.possibilities or () if flag not in hidden]
+                raise click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx) from None
             raise
 
     def invoke(self, ctx: click.Context) -> Any:

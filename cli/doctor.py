@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cli.health import Check
 
 
-@click.command(cls=EngineCommand)
+@click.command(cls=EngineCommand, short_help="Show versions, devices and what is missing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
 def doctor(as_json: bool) -> None:
     """Show versions, devices and what is missing, and run a kernel on the host device.

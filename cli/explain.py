@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cli.command import EngineCommand
+from cli.completion import CODE
 from instrumentation.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 _WIDTH = 100
 
 
-@click.command(cls=EngineCommand)
-@click.argument("codes", nargs=-1, metavar="[CODE]...")
+@click.command(cls=EngineCommand, short_help="Show what a finding code means, and the repair.")
+@click.argument("codes", nargs=-1, type=CODE, metavar="[CODE]...")
 @click.option("--run", "run_programs", is_flag=True, help="Run the programs too, and print what is reported.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON array of objects instead of text.")
 def explain(codes: tuple[str, ...], run_programs: bool, as_json: bool) -> None:

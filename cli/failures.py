@@ -61,6 +61,11 @@ def report(error: BaseException, *, verbose: bool) -> int:
     return code
 
 
+def counts_findings(engine: Engine) -> bool:
+    """Whether somebody asked for findings, and so is told that there are none."""
+    return engine.options.check != "off" or engine.options.check_numerics
+
+
 def end_engine(engine: Engine, kept: ReportFile | None = None) -> int:
     """Close, print what was found, and keep it where a file is given; returns the number of findings."""
     from instrumentation.reports.text import render  # noqa: PLC0415
@@ -68,13 +73,20 @@ def end_engine(engine: Engine, kept: ReportFile | None = None) -> int:
     with contextlib.suppress(FindingError):  # leaks, which are among the findings
         engine.close()
     found = engine.findings
-    if found or engine.options.check != "off" or engine.options.check_numerics:
+    if found or counts_findings(engine):
         for finding in found:
             click.echo(f"\n{render(finding)}\n", err=True)
         click.echo(f"{len(found)} finding{'s' * (len(found) != 1)}", err=True)
     if kept is not None:
         kept.add(found)
     return len(found)
+
+
+def end_command(failed: Error | None, n_found: int, *, verbose: bool) -> None:
+    """Exit as a command does that failed, or found something, or both: findings are 1 whatever came of them."""
+    code = OK if failed is None else report(failed, verbose=verbose)
+    if n_found or code:
+        raise click.exceptions.Exit(FAILED if n_found else code)
 
 
 def _usage(error: click.ClickException) -> str:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
+from cli import completion
 from cli import model_options as options
 from cli.command import EngineCommand, Settings, beside_arenas, count_bytes
-from cli.failures import FAILED, end_engine
+from cli.failures import counts_findings, end_command, end_engine
 from cli.refused import REFUSED
 from cli.report_file import ReportFile, report_option
-from instrumentation.errors import BadInputError
+from instrumentation.errors import BadInputError, Error
 
 MAX_PROMPT_BYTES = 64 << 20
 
@@ -40,7 +41,9 @@ def _check_parallel(_ctx: click.Context, _param: click.Parameter, value: int) ->
 @click.command(cls=EngineCommand, refused=REFUSED)
 @options.model_option
 @click.option("-p", "--prompt", metavar="TEXT", help="The prompt, as it is; - reads stdin.")
-@click.option("-f", "--file", metavar="FILE", help="A file with the prompt; - reads stdin.")
+@click.option(
+    "-f", "--file", type=completion.FILE, metavar="FILE", help="A file with the prompt; - reads stdin."
+)
 @click.option(
     "-n", "--predict", "--n-predict", "n_predict", type=int, default=-1, metavar="N",
     callback=_check_predict, help="Most tokens to generate; -1: to the end.",
@@ -104,20 +107,24 @@ def generate(
     kept = ReportFile.of(report_file, path)
     with display(quiet=settings.verbosity < 0) as shown:
         engine = _load(path, overrides, engine_options, shown, check_tensors=check_tensors)
+        written = _Text(shown)
+        failed: Error | None = None
         try:
             chat = single_turn or system_prompt is not None
-            result = _write(engine, _chat(engine, text, system_prompt) if chat else text, shown, given)
+            result = _write(engine, _chat(engine, text, system_prompt) if chat else text, written, given)
             peak = engine.allocator.snapshot()
             beside = DriverMemory.of(engine)
+        except Error as error:
+            failed = error
         finally:
             shown.clear()
+            written.end_line(more=failed is not None or settings.verbosity >= 0 or counts_findings(engine))
             found = end_engine(engine, kept)
-    if settings.verbosity >= 0:
+    if failed is None and settings.verbosity >= 0:
         _summarise(engine, result, peak.reserved_peak, peak.used.peak)
         if beside:
             click.echo(beside_arenas(beside), err=True)
-    if found:
-        raise click.exceptions.Exit(FAILED)
+    end_command(failed, found, verbose=settings.verbosity > 0)
 
 
 def _bounded(source: BinaryIO, name: str) -> bytes:
@@ -183,19 +190,41 @@ def _chat(engine: Engine, prompt: bytes, system: str | None) -> list[int]:
     return tokenizer.encode(text, parse_special=True, add_special=False)
 
 
-def _write(engine: Engine, prompt: bytes | list[int], shown: Display, given: dict[str, Any]) -> Generation:
-    """Stream to stdout as UTF-8, whatever the terminal's own encoding is: golden texts are compared by bytes."""
+class _Text:
+    """Stdout as UTF-8, whatever the terminal's own encoding is: golden texts are compared by bytes."""
+
+    def __init__(self, shown: Display) -> None:
+        self._shown = shown
+        self._inside_a_line = False
+
+    def write(self, piece: str) -> None:
+        """A piece, at once."""
+        self._shown.text_follows()
+        sys.stdout.buffer.write(piece.encode())
+        sys.stdout.buffer.flush()
+        self._inside_a_line = not piece.endswith("\n") if piece else self._inside_a_line
+
+    def end_line(self, *, more: bool) -> None:
+        """Let what follows (``more``: on stderr) begin on a line of its own, where somebody reads both together.
+
+        Text in a file or pipe of its own stays as it is.
+        """
+        if not self._inside_a_line:
+            return
+        with contextlib.suppress(OSError, ValueError):  # a reader that went away; streams without a file
+            if sys.stdout.isatty():
+                sys.stdout.buffer.write(b"\n")
+                sys.stdout.buffer.flush()
+            elif more and os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno()):
+                click.echo("", err=True)
+
+
+def _write(engine: Engine, prompt: bytes | list[int], written: _Text, given: dict[str, Any]) -> Generation:
     ends: list[Generation] = []
-    stdout = sys.stdout.buffer
     pieces = engine.stream(prompt, on_end=ends.append, **given)
     with contextlib.closing(pieces):
         for piece in pieces:
-            shown.text_follows()
-            stdout.write(piece.encode())
-            stdout.flush()
-    if sys.stdout.isatty():
-        stdout.write(b"\n")
-        stdout.flush()
+            written.write(piece)
     return ends[0]
 
 

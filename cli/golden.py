@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cli import completion
 from cli import model_options as options
 from cli.command import EngineCommand, Settings, together
 from cli.failures import BAD_INPUT, FAILED
@@ -26,7 +27,9 @@ _MAX_TEXT_BYTES = 64 << 20
 
 _device_options = together(
     options.placement_options,
-    option("--check", default="off", metavar="LEVEL", help="off, guard, audit or trap."),
+    option(
+        "--check", type=completion.LEVEL, default="off", metavar="LEVEL", help="off, guard, audit or trap."
+    ),
 )
 _tolerance_option = option(
     "--tolerance", type=click.FloatRange(min=0), metavar="NMSE", help="Compare by this NMSE, never by bits."
@@ -144,7 +147,13 @@ def _tokens(engine: Engine, prompt: Prompt) -> tuple[int, ...]:
 
 @golden.command(cls=EngineCommand, short_help="Compute again; name the first tensor that differs.")
 @click.argument("recordings", nargs=-1, required=True, type=_path, metavar="DIR...")
-@option("-m", "--model", metavar="MODEL", help="The model; by its recorded name here or beside DIR.")
+@option(
+    "-m",
+    "--model",
+    type=completion.MODEL,
+    metavar="MODEL",
+    help="The model; by its recorded name here or beside DIR.",
+)
 @_tolerance_option
 @option("--any-model", is_flag=True, help="Compare with a model of another SHA-256, too.")
 @_json_option

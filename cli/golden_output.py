@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli.failures import FAILED, end_engine, one_line
+from cli.failures import end_command, end_engine, one_line
+from instrumentation.errors import Error
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -81,11 +82,13 @@ def showing(settings: Settings) -> Iterator[Shown]:
     """Show what a command does; at its end the engine is closed, and findings end it with 1."""
     from cli.display import display  # noqa: PLC0415
 
+    failed: Error | None = None
     with display(quiet=settings.verbosity < 0) as drawn:
         shown = Shown(drawn, settings.verbosity)
         try:
             yield shown
+        except Error as error:
+            failed = error
         finally:
             shown.end()
-    if shown.n_findings:
-        raise click.exceptions.Exit(FAILED)
+    end_command(failed, shown.n_findings, verbose=settings.verbosity > 0)

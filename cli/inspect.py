@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from refengine.inspection import FileSummary, MemoryPlan
 
 
-@click.command(cls=EngineCommand)
+@click.command(cls=EngineCommand, short_help="Show what is in a model file, and its memory plan.")
 @options.model_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 @options.context_options

@@ -99,9 +99,10 @@ def _open_standard_streams() -> None:
     cls=Commands,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Any option may also come from the environment (REFENGINE_CTX_SIZE for --ctx-size) or from a TOML file "
-    "(--config FILE). Exit codes: 0 ok, 1 findings or a failed check, 2 bad usage or input, 3 out of memory or "
-    "context, 130 interrupted, 141 nobody reads the output.",
+    epilog="COMMAND --help has the usual options, COMMAND --help-all every one. Any option may also come from the "
+    "environment (REFENGINE_CTX_SIZE for --ctx-size) or from a TOML file (COMMAND --config FILE). Exit codes: 0 ok, "
+    "1 findings or a failed check, 2 bad usage or input, 3 out of memory or context, 130 interrupted, 141 nobody "
+    "reads the output.",
 )
 @click.version_option(__version__, prog_name="refengine", message="%(prog)s %(version)s")
 @click.pass_context

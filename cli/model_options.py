@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from cli import completion
 from cli.command import parse_size, together
+from cli.help import RareOption
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+F = TypeVar("F", bound="Callable[..., Any]")
 option = click.option
+
+
+def _rare(*flags: str, **attributes: Any) -> Callable[[F], F]:
+    return click.option(*flags, cls=RareOption, **attributes)
 
 
 def _size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
     return None if value is None else parse_size(value, "--device-memory-limit")
 
 
-model_option = option("-m", "--model", metavar="MODEL", help="GGUF file, smollm2 or default (the default).")
-override_option = option(
+model_option = option(
+    "-m",
+    "--model",
+    type=completion.MODEL,
+    metavar="MODEL",
+    help="GGUF file, smollm2 or default (the default).",
+)
+override_option = _rare(
     "--override-kv", multiple=True, metavar="KEY=TYPE:VALUE", help="Replace metadata; repeatable."
 )
-check_tensors_option = option("--check-tensors", is_flag=True, help="Refuse weights that are not finite.")
+check_tensors_option = _rare("--check-tensors", is_flag=True, help="Refuse weights that are not finite.")
 
 batch_options = together(
-    option("-b", "--batch-size", "n_batch", type=int, default=2048, metavar="N",
+    _rare("-b", "--batch-size", "n_batch", type=int, default=2048, metavar="N",
            help="Most tokens of a decode (2048)."),
-    option("-ub", "--ubatch-size", "n_ubatch", type=int, default=512, metavar="N", help="Most tokens of a pass (512)."),
-    option("-ctk", "--cache-type-k", "cache_type_k", default="f16", metavar="TYPE",
+    _rare("-ub", "--ubatch-size", "n_ubatch", type=int, default=512, metavar="N", help="Most tokens of a pass (512)."),
+    _rare("-ctk", "--cache-type-k", "cache_type_k", type=completion.CACHE_TYPE, default="f16", metavar="TYPE",
            help="Keys: f32, f16 (default), bf16, q8_0."),
-    option("-ctv", "--cache-type-v", "cache_type_v", default="f16", metavar="TYPE",
+    _rare("-ctv", "--cache-type-v", "cache_type_v", type=completion.CACHE_TYPE, default="f16", metavar="TYPE",
            help="Values: like keys."),
 )  # fmt: skip
 context_options = together(
@@ -35,21 +51,32 @@ context_options = together(
     batch_options,
 )  # fmt: skip
 
-gemm_option = option(
-    "--gemm", default="kernels", metavar="NAME", help="Products of prompts: kernels, cublas."
+gemm_option = _rare(
+    "--gemm",
+    type=completion.GEMM,
+    default="kernels",
+    metavar="NAME",
+    help="Products of prompts: kernels, cublas.",
 )
 placement_options = together(
-    option("-dev", "--device", default="auto", metavar="NAME", help="auto, host, cuda or cuda:N."),
+    option(
+        "-dev",
+        "--device",
+        type=completion.DEVICE,
+        default="auto",
+        metavar="NAME",
+        help="auto, host, cuda or cuda:N.",
+    ),
     option("-t", "--threads", type=int, metavar="N", help="Threads of the host device; all cores."),
     gemm_option,
 )
-schedule_option = option("--schedule-seed", type=int, metavar="N", help="Host: queued work in random order.")
+schedule_option = _rare("--schedule-seed", type=int, metavar="N", help="Host: queued work in random order.")
 memory_options = together(
     option("--device-memory-limit", callback=_size, metavar="SIZE", help="Bytes, or with KiB, MiB or GiB."),
-    option(
+    _rare(
         "--no-cuda-graphs", "cuda_graphs", flag_value=False, default=True, help="Launch kernels one by one."
     ),
-    option(
+    _rare(
         "--no-worst-case-reserve",
         "worst_case_reserve",
         flag_value=False,
@@ -59,12 +86,14 @@ memory_options = together(
 )
 numerics_option = option("--check-numerics", is_flag=True, help="Find the first NaN or infinity of a kernel.")
 trap_options = together(
-    option("--trap-kernels", default="*", metavar="GLOB", help="Kernels that level trap checks (all)."),
-    option("--trap-buffers", default="*", metavar="GLOB", help="Buffers that get shadows there (all)."),
+    _rare("--trap-kernels", default="*", metavar="GLOB", help="Kernels that level trap checks (all)."),
+    _rare("--trap-buffers", default="*", metavar="GLOB", help="Buffers that get shadows there (all)."),
 )
 device_options = together(
     placement_options,
-    option("--check", default="off", metavar="LEVEL", help="off, guard, audit or trap."),
+    option(
+        "--check", type=completion.LEVEL, default="off", metavar="LEVEL", help="off, guard, audit or trap."
+    ),
     trap_options,
     numerics_option,
     memory_options,
@@ -72,15 +101,15 @@ device_options = together(
 
 slot_options = together(
     option("-np", "--parallel", "n_slots", type=int, default=1, metavar="N", help="Requests that run together (1)."),
-    option("-kvu/-no-kvu", "--kv-unified/--no-kv-unified", "kv_unified", default=True,
+    _rare("-kvu/-no-kvu", "--kv-unified/--no-kv-unified", "kv_unified", default=True,
            help="One KV cache for all of them, or a part for each (one)."),
 )  # fmt: skip
 
 speculative_options = together(
-    option("--spec-type", default="none", metavar="TYPE", help="none or draft-mtp."),
+    option("--spec-type", type=completion.SPEC_TYPE, default="none", metavar="TYPE", help="none or draft-mtp."),
     option("--spec-draft-n-max", "draft_n_max", type=int, default=3, metavar="N", help="Most tokens of a draft (3)."),
-    option("--spec-draft-n-min", "draft_n_min", type=int, default=0, metavar="N", help="Fewest tokens of a draft (0)."),
-    option("--spec-draft-p-min", "--draft-p-min", "draft_p_min", type=float, default=0.0, metavar="P",
+    _rare("--spec-draft-n-min", "draft_n_min", type=int, default=0, metavar="N", help="Fewest tokens of a draft (0)."),
+    _rare("--spec-draft-p-min", "--draft-p-min", "draft_p_min", type=float, default=0.0, metavar="P",
            help="Least probability to draft (0)."),
 )  # fmt: skip
 
@@ -89,11 +118,11 @@ sampling_options = together(
     option("--top-k", type=int, default=40, metavar="K", help="Keep the K likeliest (40); 0: all."),
     option("--top-p", type=float, default=0.95, metavar="P", help="Keep this much probability (0.95)."),
     option("--min-p", type=float, default=0.05, metavar="P", help="Drop below P of the likeliest (0.05)."),
-    option("--typical", "typical_p", type=float, default=1.0, metavar="P", help="Locally typical sampling (1: off)."),
-    option("--repeat-last-n", type=int, default=64, metavar="N", help="Tokens that penalties see (64); -1: all."),
-    option("--repeat-penalty", type=float, default=1.0, metavar="X", help="Of tokens seen (1: off)."),
-    option("--frequency-penalty", type=float, default=0.0, metavar="X", help="Per time seen (0: off)."),
-    option("--presence-penalty", type=float, default=0.0, metavar="X", help="Once for being seen (0: off)."),
+    _rare("--typical", "typical_p", type=float, default=1.0, metavar="P", help="Locally typical sampling (1: off)."),
+    _rare("--repeat-last-n", type=int, default=64, metavar="N", help="Tokens that penalties see (64); -1: all."),
+    _rare("--repeat-penalty", type=float, default=1.0, metavar="X", help="Of tokens seen (1: off)."),
+    _rare("--frequency-penalty", type=float, default=0.0, metavar="X", help="Per time seen (0: off)."),
+    _rare("--presence-penalty", type=float, default=0.0, metavar="X", help="Once for being seen (0: off)."),
     option("-s", "--seed", type=int, default=-1, metavar="N", help="Reproduces a run; -1 draws one."),
 )  # fmt: skip
 

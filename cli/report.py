@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from cli import completion
 from cli.command import EngineCommand
 from instrumentation.errors import BadInputError
 
@@ -20,14 +21,19 @@ if TYPE_CHECKING:
     from instrumentation.reports.jsonlines import Recorded
 
 
-@click.command(cls=EngineCommand)
-@click.argument("file", metavar="FILE")
+@click.command(cls=EngineCommand, short_help="Print findings that a command kept.")
+@click.argument("file", type=completion.FILE, metavar="FILE")
 @click.option(
     "--format", "form", type=click.Choice(["text", "json", "sarif"]), default="text", metavar="FORMAT",
     help="text (default), json (lines) or sarif.",
 )  # fmt: skip
 @click.option(
-    "--code", "codes", multiple=True, metavar="CODE", help="Only findings of this code; repeatable."
+    "--code",
+    "codes",
+    type=completion.CODE,
+    multiple=True,
+    metavar="CODE",
+    help="Only findings of this code; repeatable.",
 )
 def report(file: str, form: str, codes: tuple[str, ...]) -> None:
     """Print findings that a command kept with --report; FILE - is stdin.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from cli.completion import FILE
 from instrumentation.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from instrumentation.findings import Finding
 
 report_option = click.option(
-    "--report", "report_file", metavar="FILE", help="Keep what is found here, as JSON lines."
+    "--report", "report_file", type=FILE, metavar="FILE", help="Keep what is found here, as JSON lines."
 )
 
 

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 #: bytes of the largest file that is read
 LARGEST = 1 << 20
-#: options that a file cannot give
-_ONLY_HERE = ("--help", "--config")
+#: options that nothing but a command line gives, and those that a file cannot give
+_HELP = ("--help", "--help-all")
+_ONLY_HERE = (*_HELP, "--config")
 
 
 class _Found(NamedTuple):
@@ -43,7 +44,7 @@ def use_environment(ctx: click.Context) -> None:
     Each long flag has a variable. Raises ``BadInputError`` for a flag that is neither true nor false.
     """
     values, sources = {}, {}
-    for key, found in _options(ctx.command, without=("--help",)).items():
+    for key, found in _options(ctx.command, without=_HELP).items():
         variable = f"REFENGINE_{key.upper().replace('-', '_')}"
         text = os.environ.get(variable)
         if text:

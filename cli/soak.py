@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cli import completion
 from cli import model_options as options
 from cli.command import EngineCommand, Settings, count_bytes
 from cli.failures import FAILED, one_line
@@ -39,7 +40,9 @@ _SHOWN_PROBLEMS = 20
 _REFUSED = tuple(refused for refused in REFUSED if "--kv-unified" not in refused.names)
 
 
-@click.command(cls=EngineCommand, refused=_REFUSED)
+@click.command(
+    cls=EngineCommand, short_help="Keep every slot busy, and compare each answer.", refused=_REFUSED
+)
 @options.model_option
 @click.option("--clients", type=int, default=10, metavar="N", help="Requests that are wanted at a time (10).")
 @click.option("-np", "--parallel", "n_slots", type=int, default=4, metavar="N", help="Slots (4).")
@@ -60,11 +63,19 @@ _REFUSED = tuple(refused for refused in REFUSED if "--kv-unified" not in refused
 )
 @click.option(
     "--fail-kinds",
+    type=completion.Offered("reserve", "copy", "launch", "event", "graph", "library", several=True),
     default="reserve",
     metavar="KINDS",
     help="reserve (default), copy, launch, event, graph, library.",
 )
-@click.option("-o", "--json", "json_file", metavar="FILE", help="Summary as JSON; - for stdout, no table.")
+@click.option(
+    "-o",
+    "--json",
+    "json_file",
+    type=completion.FILE,
+    metavar="FILE",
+    help="Summary as JSON; - for stdout, no table.",
+)
 @report_option
 @options.context_options
 @options.device_options

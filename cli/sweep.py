@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cli import completion
 from cli import model_options as options
 from cli.command import EngineCommand, Settings
 from cli.failures import FAILED, one_line
+from cli.help import RareOption
 from instrumentation.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -26,16 +28,18 @@ if TYPE_CHECKING:
 _STEPS = 10
 
 
-@click.command(cls=EngineCommand)
+@click.command(cls=EngineCommand, short_help="Fail each reservation of a workload, one run each.")
 @options.model_option
 @click.option(
     "--sites",
+    type=completion.Offered("reserve", "copy", "launch", "event", "graph", "all", several=True),
     default="reserve",
     metavar="KINDS",
     help="reserve, copy, launch, event, graph: some with commas between, or all (reserve).",
 )
 @click.option(
     "--modes",
+    type=completion.Offered("nth", "from", "random", several=True),
     default="nth,from,random",
     metavar="MODES",
     help="Fail the nth call, all from the nth on, calls at random (all three).",
@@ -51,7 +55,12 @@ _STEPS = 10
     help="How many random runs (20).",
 )
 @click.option("-j", "--jobs", type=click.IntRange(1, 256), default=1, metavar="N", help="Processes (1).")
-@click.option("--resume", metavar="FILE", help="Keep finished runs here, and go on from what is there.")
+@click.option(
+    "--resume",
+    type=completion.FILE,
+    metavar="FILE",
+    help="Keep finished runs here, and go on from what is there.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
 @click.option(
     "-n",
@@ -63,23 +72,49 @@ _STEPS = 10
 )
 @click.option("-c", "--ctx-size", "n_ctx", type=int, default=128, metavar="N", help="Context length (128).")
 @click.option(
-    "-b", "--batch-size", "n_batch", type=int, default=32, metavar="N", help="Most tokens of a decode (32)."
+    "-b",
+    "--batch-size",
+    "n_batch",
+    cls=RareOption,
+    type=int,
+    default=32,
+    metavar="N",
+    help="Most tokens of a decode (32).",
 )
 @click.option(
-    "-ub", "--ubatch-size", "n_ubatch", type=int, default=16, metavar="N", help="Most tokens of a pass (16)."
+    "-ub",
+    "--ubatch-size",
+    "n_ubatch",
+    cls=RareOption,
+    type=int,
+    default=16,
+    metavar="N",
+    help="Most tokens of a pass (16).",
 )
 @options.slot_options
 @options.speculative_options
 @click.option("-t", "--threads", type=int, default=1, metavar="N", help="Threads of each process (1).")
-@click.option("--check", default="guard", metavar="LEVEL", help="off, guard, audit or trap (guard).")
+@click.option(
+    "--check",
+    type=completion.LEVEL,
+    default="guard",
+    metavar="LEVEL",
+    help="off, guard, audit or trap (guard).",
+)
 @options.trap_options
 @options.numerics_option
 @click.option(
-    "--no-cuda-graphs", "cuda_graphs", flag_value=False, default=True, help="Launch kernels one by one."
+    "--no-cuda-graphs",
+    "cuda_graphs",
+    cls=RareOption,
+    flag_value=False,
+    default=True,
+    help="Launch kernels one by one.",
 )
 @click.option(
     "--no-worst-case-reserve",
     "worst_case_reserve",
+    cls=RareOption,
     flag_value=False,
     default=True,
     help="Let compute memory grow.",

@@ -58,9 +58,9 @@ def grouped(formats: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def in_pairs(formats: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """The formats in pairs: the first with itself, then each with the next."""
+    """The formats in pairs: the first with itself, then each with the next; one that is left over, with the first."""
     first, *rest = formats
-    return zip((first, *rest[::2]), (first, *rest[1::2]), strict=True)
+    return itertools.zip_longest((first, *rest[::2]), (first, *rest[1::2]), fillvalue=first)
 
 
 def attention_forms(pair: tuple[CacheType, CacheType], head_dims: Iterable[int]) -> Iterator[tuple[int, int]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
+import click
 import pytest
 
 import refengine
@@ -22,15 +24,39 @@ def test_help_names_every_command(run):
     assert all(f"  {name} " in result.stdout for name in COMMANDS)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command_fits_two_screens_and_has_an_example(run, command):
-    result = run(command, "-h")
+def every_command(group=main, path=()):
+    """Names of each command that runs, those of groups in groups too."""
+    for name in group.list_commands(click.Context(group)):
+        command = group.get_command(click.Context(group), name)
+        if isinstance(command, click.Group):
+            yield from every_command(command, (*path, name))
+        else:
+            yield (*path, name)
+
+
+EVERY_COMMAND = list(every_command())
+
+
+@pytest.mark.parametrize("command", [("golden",), *EVERY_COMMAND], ids=" ".join)
+def test_help_of_a_command_fits_a_screen_and_has_an_example(run, command):
+    result = run(*command, "-h")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
-    assert len(lines) <= 54
+    assert len(lines) <= 40
     assert max(map(len, lines)) <= 80
-    assert f"  refengine {command}" in result.stdout
+    assert f"  refengine {' '.join(command)}" in result.stdout
     assert all(line.strip() for line in lines[lines.index("Options:") :]), "help of an option is empty"
+
+
+@pytest.mark.parametrize("command", EVERY_COMMAND, ids=" ".join)
+def test_all_of_the_help_has_every_option_once(run, command):
+    usual, everything = (run(*command, flag).stdout for flag in ("--help", "--help-all"))
+    (more,) = re.findall(r"--help-all +The same with (\d+) more options", usual)
+    before, _, rare = everything.partition("\nMore options:\n")
+    assert before.split() == usual.split()  # columns may be wider
+    names = re.findall(r"^ +(-[^ ,]+)", rare, re.MULTILINE)
+    assert len(names) == int(more) == len(set(names) - set(re.findall(r"^ +(-[^ ,]+)", usual, re.MULTILINE)))
+    assert {"--log-format", "--config"} <= set(names)
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS])
@@ -58,6 +84,12 @@ def test_without_a_command_help_goes_to_stderr(run):
 def test_bad_usage_is_one_line_and_2(run, one_line, args):
     line = one_line(run(*args), 2)
     assert line.endswith(f"(see 'refengine{' generate' * ('generate' in args)} --help')")
+
+
+def test_a_slip_is_told_of_options_that_there_are(run, one_line):
+    line = one_line(run("generate", "--chek", "guard"), 2)
+    assert "'--check'" in line
+    assert "--mlock" not in line  # of another engine, and refused
 
 
 @pytest.mark.parametrize("command", NOT_BUILT)

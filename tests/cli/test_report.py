@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -121,13 +123,14 @@ def poisoned(tmp_path):
     return model
 
 
+NUMERICS = (Path(__file__).resolve().parents[2] / "docs" / "numerics.md").read_text(encoding="utf-8")
 SMALL = ("-c", 64, "-dev", "host", "-t", 1, "-ctk", "f32", "-ctv", "f32")
 
 
 @pytest.mark.parametrize(
     ("command", "code"),
     [
-        (("generate", "-p", "a", "-n", 2), 3),
+        (("generate", "-p", "a", "-n", 2), 1),
         (("bench", "-p", 4, "-n", 2, "-r", 1, "--check", "off,guard"), 1),
         (("soak", "--requests", 3, "--pool", 2, "-np", 2, "--clients", 2), 1),
     ],
@@ -144,7 +147,11 @@ def test_commands_keep_what_they_find(command, code, poisoned, tmp_path, capsys)
     assert len(found) == (2 if command[0] == "bench" else 1)
     capsys.readouterr()
     assert run("report", kept) == 0
-    assert "NUM001 first NaN: 4 bytes" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "NUM001 first NaN: 4 bytes" in printed
+    # The page shows this report: of the same kernel, at the same line.
+    shown = re.search(r"kernel rms_norm \(refengine/(kernels/norm\.py:\d+)\)", NUMERICS)[1]
+    assert f"{shown})\n" in printed
 
 
 def test_nothing_found_is_an_empty_file(tmp_path, capsys):

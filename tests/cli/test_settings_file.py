@@ -1,15 +1,11 @@
 """Options from the environment and from files: which one counts, and what is refused."""
 
-import os
-import subprocess
-import sys
-
 import click
 import pytest
 from click.testing import CliRunner
 from engines import DATA
 
-from cli.main import COMMANDS, main
+from cli.main import main
 from cli.settings_file import LARGEST
 
 MODEL = str(DATA / "llama.gguf")
@@ -142,29 +138,3 @@ def test_a_variable_of_a_flag_is_true_or_false(seen):
     assert made.stderr.splitlines() == [
         "refengine: error: REFENGINE_NO_CUDA_GRAPHS is 'perhaps'; want true or false"
     ]
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_get_their_completion(shell):
-    env = {**os.environ, "_REFENGINE_COMPLETE": f"{shell}_source"}
-    made = subprocess.run(
-        [sys.executable, "-c", "from cli.main import main; main()"],
-        env=env, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert made.returncode == 0, made.stderr
-    assert "_REFENGINE_COMPLETE" in made.stdout
-
-
-def test_completion_knows_commands_and_options():
-    env = {
-        **os.environ,
-        "_REFENGINE_COMPLETE": "bash_complete",
-        "COMP_WORDS": "refengine ",
-        "COMP_CWORD": "1",
-    }
-    command = [sys.executable, "-c", "from cli.main import main; main()"]
-    made = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert {line.partition(",")[2] for line in made.stdout.split()} >= set(COMMANDS)
-    env |= {"COMP_WORDS": "refengine soak --cl", "COMP_CWORD": "2"}
-    made = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert made.stdout.split() == ["plain,--clients"]

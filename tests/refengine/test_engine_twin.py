@@ -25,7 +25,7 @@ from refengine.kernels.norm import rms_norm_f64
 from refengine.kernels.rope import rope_f64, rope_tables
 
 #: the twin is of the llama family; the hybrid models' is ``qwen35_f64``
-DENSE = [name for name in PAIRS if not name.startswith("qwen35")]
+DENSE = [name for name in PAIRS if name.split("-")[0] in ("llama", "qwen3")]
 Pair = tuple[CacheType, CacheType]
 F32: Pair = ("f32", "f32")
 F16: Pair = ("f16", "f16")

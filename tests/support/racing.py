@@ -59,10 +59,10 @@ def parse_range(text: str) -> tuple[str, int, int]:
 
 
 class Player:
-    """Plays programs on a device at level audit. What is named is made on first use."""
+    """Plays programs on a device, at level audit unless given. What is named is made on first use."""
 
-    def __init__(self, device: Any = None) -> None:
-        self.bench = Bench(Level.AUDIT, device=device, threads=None if device is not None else 1)
+    def __init__(self, device: Any = None, level: Level = Level.AUDIT) -> None:
+        self.bench = Bench(level, device=device, threads=None if device is not None else 1)
         self.arena = self.bench.arena()
         self.streams: dict[str, Any] = {}
         self.events: dict[str, Any] = {}

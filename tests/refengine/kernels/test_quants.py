@@ -16,6 +16,7 @@ from instrumentation.devices.host_driver import NO_RANGES, run_launches
 from instrumentation.kernel import Kernel, kernel
 from instrumentation.kernel.types import f32_2d, i32, u8_2d, u16_2d, u32_2d
 from refengine.errors import UnsupportedModelError
+from refengine.kernels import in_pairs
 from refengine.kernels.quants import FORMATS, Packed, PackedShapes, QuantFormat, format_of
 from refengine.kernels.quants.layout import LANES, UNUSED
 
@@ -233,3 +234,11 @@ def test_packed_refuses_arrays_that_kernels_cannot_take(name: str, array: npt.ND
     }
     with pytest.raises(ValueError, match=f"{name} is {array.dtype} of shape"):
         Packed(**(arrays | {name: array}))
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_pairs_have_every_format_whatever_their_number(n):
+    pairs = list(in_pairs(range(n)))
+    assert pairs[0] == (0, 0)
+    assert {each for pair in pairs for each in pair} == set(range(n))
+    assert len(pairs) == 1 + n // 2
