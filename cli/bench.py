@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
-import json
 import re
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,12 +14,10 @@ from cli.command import EngineCommand, Refused, Settings, beside_arenas, count_b
 from cli.failures import FAILED, end_engine
 from cli.refused import REFUSED
 from cli.report_file import ReportFile, report_option
+from cli.tables import FORMATS, Column, format_option
 from instrumentation.errors import BadInputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from types import TracebackType
-
     from cli.display import Display
     from refengine.bench import BenchPlan, Result
     from refengine.engine import Engine
@@ -59,10 +54,7 @@ def _numbers(_ctx: click.Context, param: click.Parameter, value: tuple[str, ...]
     help="Tokens of each generation test (128); 0: none.",
 )  # fmt: skip
 @click.option("-r", "--repetitions", type=int, default=5, metavar="N", help="Timed runs of each test (5).")
-@click.option(
-    "-o", "--output", type=click.Choice(["md", "csv", "json"]), default="md", metavar="FORMAT",
-    help="md, csv or json (md).",
-)  # fmt: skip
+@format_option
 @click.option(
     "--check",
     type=completion.LEVELS,
@@ -113,14 +105,14 @@ def bench(
     plan = BenchPlan.of(path, levels=levels, override_kv=overrides, **given)
     kept = ReportFile.of(report_file, path)
     quiet = settings.verbosity < 0
-    with display(quiet=quiet) as shown, FORMATS[output](plan) as table:
+    with display(quiet=quiet) as shown, FORMATS[output](COLUMNS) as table:
         ending = _Ending(shown, kept, quiet=quiet)
         results = run(plan, progress=shown.weights, step=shown.measuring, close=ending)
         copies: dict[str, Result] = {}
         with contextlib.closing(results):
             for result in results:
                 shown.clear()
-                table.add(result)
+                table.add(_cells(plan, result), _numbers_of(plan, result), {"samples_ts": result.samples})
                 if not quiet and result.token_bytes is not None and result.check not in copies:
                     copies[result.check] = result
     for result in copies.values():
@@ -181,94 +173,21 @@ def _numbers_of(plan: BenchPlan, result: Result) -> dict[str, Any]:
     }
 
 
-class _Table:
-    """Rows on stdout as they come, what was measured before a failure included."""
-
-    def __init__(self, plan: BenchPlan) -> None:
-        self.plan = plan
-
-    def __enter__(self) -> Self:
-        return self
-
-    def add(self, result: Result) -> None:
-        """One more row."""
-        raise NotImplementedError
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        pass
+COLUMNS = (
+    Column("model", 20), Column("size", 10, True), Column("params", 10, True), Column("device", 7),
+    Column("check", 5), Column("test", 8, True), Column("t/s", 20, True), Column("bytes/token", 11, True),
+    Column("% of copy", 9, True),
+)  # fmt: skip
 
 
-class _Markdown(_Table):
-    #: header, least width, whether it is a number
-    columns = (
-        ("model", 20, False), ("size", 10, True), ("params", 10, True), ("device", 7, False), ("check", 5, False),
-        ("test", 8, True), ("t/s", 20, True), ("bytes/token", 11, True), ("% of copy", 9, True),
-    )  # fmt: skip
-    started = False
-
-    def add(self, result: Result) -> None:
-        """A row; widths are fixed, so that it need not wait for others."""
-        if not self.started:
-            self.started = True
-            self._line([name for name, _, _ in self.columns])
-            click.echo(
-                f"| {' | '.join('-' * (width - right) + ':' * right for _, width, right in self.columns)} |"
-            )
-        model, percent, moved = self.plan.model, result.percent_of_copy, result.token_bytes
-        self._line(
-            [
-                model.type, count_bytes(model.nbytes), _count_params(model.n_params), result.device, result.check,
-                result.test.name, f"{result.mean:.2f} ± {result.stdev:.2f}",
-                "" if moved is None else count_bytes(round(moved.total)),
-                "" if percent is None else f"{percent:.2f}",
-            ]
-        )  # fmt: skip
-
-    def _line(self, cells: list[str]) -> None:
-        padded = (
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, (_, width, right) in zip(cells, self.columns, strict=True)
-        )
-        click.echo(f"| {' | '.join(padded)} |")
-
-
-class _Csv(_Table):
-    started = False
-
-    def add(self, result: Result) -> None:
-        """A row, behind a header."""
-        row = _numbers_of(self.plan, result)
-        if not self.started:
-            self.started = True
-            click.echo(_csv_line(row.keys()))
-        click.echo(_csv_line(row.values()))
-
-
-class _Json(_Table):
-    def __init__(self, plan: BenchPlan) -> None:
-        super().__init__(plan)
-        self.rows: list[Mapping[str, Any]] = []
-
-    def add(self, result: Result) -> None:
-        """Keep it: a list is written whole."""
-        self.rows.append(_numbers_of(self.plan, result) | {"samples_ts": result.samples})
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self.rows:
-            click.echo(json.dumps(self.rows, indent=2, allow_nan=False))
-
-
-FORMATS: dict[str, Callable[[BenchPlan], _Table]] = {"md": _Markdown, "csv": _Csv, "json": _Json}
-
-
-def _csv_line(values: Any) -> str:
-    line = io.StringIO()
-    csv.writer(line, lineterminator="").writerow(values)
-    return line.getvalue()
+def _cells(plan: BenchPlan, result: Result) -> list[str]:
+    model, percent, moved = plan.model, result.percent_of_copy, result.token_bytes
+    return [
+        model.type, count_bytes(model.nbytes), _count_params(model.n_params), result.device, result.check,
+        result.test.name, f"{result.mean:.2f} ± {result.stdev:.2f}",
+        "" if moved is None else count_bytes(round(moved.total)),
+        "" if percent is None else f"{percent:.2f}",
+    ]  # fmt: skip
 
 
 def _count_params(n: int) -> str:

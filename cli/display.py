@@ -66,10 +66,10 @@ class Display:
         else:
             self._status.update(text)
 
-    def measuring(self, text: str) -> None:
-        """Say what is measured from here on. Nothing moves meanwhile: that would take a part of its time."""
+    def measuring(self, text: str, event: str = "measuring") -> None:
+        """Say what is done from here on. Nothing moves meanwhile: that would take a part of its time."""
         self.clear()
-        _log.info("measuring", step=text)
+        _log.info(event, step=text)
         if self.live:
             self._console.print(text, end="", markup=False, highlight=False)
             self._line = True

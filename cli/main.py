@@ -26,12 +26,13 @@ COMMANDS = {
     "doctor": ("cli.doctor", "doctor"),
     "sweep": ("cli.sweep", "sweep"),
     "soak": ("cli.soak", "soak"),
+    "drill": ("cli.drill", "drill"),
     "golden": ("cli.golden", "golden"),
     "explain": ("cli.explain", "explain"),
     "report": ("cli.report", "report"),
 }
 #: commands to come
-NOT_BUILT = ("drill", "serve")
+NOT_BUILT = ("serve",)
 
 
 class Commands(click.Group):

@@ -169,6 +169,29 @@ class Arena:
             stack=stack,
         )
 
+    def check_plan(self, requests: Iterable[BufferRequest], *, name: str) -> bool:
+        """Whether a layout fits this arena, which was reserved for the largest there is; one that does not is RES003.
+
+        It is reported and nothing else: whoever asks may reserve more, and look at the result.
+        """
+        needed = sum(self.heap.zones.block_nbytes(request.nbytes) for request in _checked(requests, name))
+        if needed <= self.nbytes:
+            return True
+        finding = Finding(
+            code="RES003",
+            message=(
+                f"plan {name} of {self.owner} needs {needed} bytes, and arena {self.name} was reserved with "
+                f"{self.nbytes} for the largest plan; reserve for the one that needs the most"
+            ),
+            size=needed - self.nbytes,
+            actor=self.owner.name,
+            device=self.heap.memory.name,
+            access=capture_stack(),
+            allocation=self.allocation,
+        )
+        self.heap.findings.append(finding)
+        return False
+
     def release(self) -> None:
         """Give the memory back to the device.
 

@@ -28,13 +28,10 @@ MEMORY = (
         "RES003",
         "plan larger than what was reserved",
         Level.OFF,
-        """A plan computed for this batch shape needs more memory than was reserved for the worst case.
-        A model that answers short prompts would have died at a long one.""",
-        """Reserve for the largest plan before anything runs, or reserve again and check the result.""",
-        sketch="""
-        arena = allocator.reserve_arena(planner.plan(batch=1).nbytes, owner=target, name="compute").unwrap()
-        executor.run(planner.plan(batch=512))
-        """,
+        """A plan computed for this batch shape needs more memory than was reserved for the worst case
+        (`arena.check_plan`). A model that answers short prompts would have died at a long one.""",
+        """Reserve for the largest plan before anything runs. What needs more all the same may reserve again and check
+        the result.""",
     ),
     Entry(
         "MEM001",

@@ -105,7 +105,10 @@ class Context:
                 capture=self.settings.capture, handed="hidden" if self.settings.hands_over else None,
             )  # fmt: skip
             device.bound_graphs(self.owner, MAX_EXECUTABLES)
-            self.executor.reserve(self.executor.nbytes(self.settings.reserved_shapes))
+            self.executor.reserve(
+                self.executor.nbytes(self.settings.reserved_shapes),
+                worst_case=self.settings.worst_case_reserve,
+            )
             undo.callback(self.executor.release)
             self._undo = undo.pop_all()
         self._room = np.empty((0, self.config.n_vocab), np.float32)

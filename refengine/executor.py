@@ -107,16 +107,17 @@ class Executable:
         buffer = overlay.buffers[layout.place[next(iter(layout.inputs))]]
         self.inputs: View = buffer.view(np.uint8, buffer.nbytes)
         self.host_inputs: npt.NDArray[np.uint8] = np.zeros(buffer.nbytes, np.uint8)
-        self._parts: dict[str, npt.NDArray[Any]] = {}
+        #: the part of each input
+        self.parts: dict[str, npt.NDArray[Any]] = {}
         for name, offset in layout.inputs.items():
             spec = graph.tensors[name]
             part = self.host_inputs[offset : offset + spec.nbytes]
-            self._parts[name] = part.view(spec.dtype).reshape(spec.shape)
+            self.parts[name] = part.view(spec.dtype).reshape(spec.shape)
 
     def fill(self, inputs: Arrays) -> None:
         """Put every input of the graph, in its shape, into ``host_inputs``, of which no copy may be under way."""
-        assert inputs.keys() == self._parts.keys(), (list(inputs), list(self._parts))
-        for name, part in self._parts.items():
+        assert inputs.keys() == self.parts.keys(), (list(inputs), list(self.parts))
+        for name, part in self.parts.items():
             array = inputs[name]
             assert array.shape == part.shape, (name, array.shape, part.shape)
             part[...] = array
@@ -152,6 +153,10 @@ class Executor:
         self.operations = operations
         self.capture = capture
         self.handed = handed
+        #: batch shapes that are kept
+        self.most = MAX_EXECUTABLES
+        #: whether the arena was reserved for the largest plan, which no other may exceed
+        self.worst_case = False
         self._tap: Tap | None = None
         self._executables: OrderedDict[BatchShape, Executable] = OrderedDict()
 
@@ -159,8 +164,22 @@ class Executor:
         """Bytes of a compute arena in which each of these shapes, and each smaller one, fits."""
         return max(self.allocator.arena_size(plan(self.build(s), self.owner).requests) for s in shapes)
 
-    def reserve(self, nbytes: int) -> None:
-        """Reserve the compute arena; raises ``OutOfMemoryError``."""
+    @property
+    def executables(self) -> tuple[Executable, ...]:
+        """Those that are kept, the one that was used last at the end."""
+        return tuple(self._executables.values())
+
+    @property
+    def shapes(self) -> tuple[BatchShape, ...]:
+        """Batch shapes of ``executables``."""
+        return tuple(self._executables)
+
+    def reserve(self, nbytes: int, *, worst_case: bool = False) -> None:
+        """Reserve the compute arena; raises ``OutOfMemoryError``.
+
+        ``worst_case``: no plan will need more, and one that does is reported (RES003).
+        """
+        self.worst_case = worst_case
         self.arena = self.allocator.reserve_arena(nbytes, owner=self.owner, name="compute").unwrap()
 
     def prepare(self, shape: BatchShape) -> Executable | ReservationError:
@@ -171,14 +190,14 @@ class Executor:
         if known is not None:
             self._executables.move_to_end(shape)
             return known
-        while len(self._executables) >= MAX_EXECUTABLES:
-            self._executables.popitem(last=False)[1].release()
+        while len(self._executables) >= self.most:
+            self.evict(next(iter(self._executables)))
         graph = self.build(shape)
         layout = plan(graph, self.owner)
-        failure = self._make_room(layout)
+        name = f"compute {shape}"
+        failure = self._make_room(layout, name)
         if failure is not None:
             return failure
-        name = f"compute {shape}"
         reservation = self.arena.reserve_overlay(layout.requests, owner=self.owner, name=name)
         if reservation.error is not None:
             return reservation.error
@@ -186,7 +205,14 @@ class Executor:
         self._executables[shape] = executable
         return executable
 
-    def _make_room(self, layout: Plan) -> ReservationError | None:
+    def evict(self, shape: BatchShape) -> Executable:
+        """Give up what is kept for a shape; nothing that is queued may need it."""
+        executable = self._executables[shape]
+        executable.release()
+        del self._executables[shape]
+        return executable
+
+    def _make_room(self, layout: Plan, name: str) -> ReservationError | None:
         """Replace the arena by a larger one when a layout needs it, which a worst-case reservation rules out.
 
         The failure when there is no memory for it; then nothing has changed.
@@ -194,6 +220,9 @@ class Executor:
         needed = self.allocator.arena_size(layout.requests)
         if needed <= self.arena.nbytes:
             return None
+        # A tap has all tensors in memory, for which nothing was reserved.
+        if self.worst_case and self._tap is None:
+            self.arena.check_plan(layout.requests, name=name)
         larger = self.allocator.reserve_arena(needed, owner=self.owner, name="compute")
         if larger.error is not None:
             return larger.error

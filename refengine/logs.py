@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -12,6 +13,8 @@ import structlog
 from instrumentation.errors import BadInputError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from structlog.typing import Processor
 
 LogFormat: TypeAlias = Literal["auto", "console", "json"]
@@ -55,6 +58,23 @@ def configure(verbosity: int = 0, log_format: str = "auto") -> None:
         logger_factory=_to_stderr,
         cache_logger_on_first_use=False,
     )
+
+
+@contextlib.contextmanager
+def lines(chosen: tuple[int, str] | None) -> Iterator[None]:
+    """Log with a verbosity and in a format meanwhile; None: nothing at all."""
+    configured, before = structlog.is_configured(), structlog.get_config()
+    if chosen is None:
+        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    else:
+        configure(*chosen)
+    try:
+        yield
+    finally:
+        if configured:
+            structlog.configure(**before)
+        else:
+            structlog.reset_defaults()
 
 
 def _to_stderr(*_names: Any) -> structlog.PrintLogger:

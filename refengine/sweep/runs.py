@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import logging
 import multiprocessing
 import signal
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
-
-import structlog
 
 import refengine
 from instrumentation.errors import BadInputError
@@ -57,12 +53,12 @@ class Sweep:
 
     def reference(self) -> Reference:
         """The undisturbed run; see ``refengine.sweep.reference``. What the engine logs of it is as in ``run``."""
-        with _log_lines(self.log):
+        with logs.lines(self.log):
             return reference(self.workload, self.kinds)
 
     def run(self, wanted: Reference, key: Key) -> Run:
         """One run. The engine logs each failure, which here are all on purpose: see ``log``."""
-        with _log_lines(self.log):
+        with logs.lines(self.log):
             return disturbed(self.workload, wanted, *key, self.kinds, self.seed)
 
     def header(self, wanted: Reference) -> dict[str, Any]:
@@ -80,22 +76,6 @@ class Sweep:
             "seed": self.seed,
             "sites": len(wanted.passed),
         }
-
-
-@contextlib.contextmanager
-def _log_lines(chosen: tuple[int, str] | None) -> Iterator[None]:
-    configured, before = structlog.is_configured(), structlog.get_config()
-    if chosen is None:
-        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    else:
-        logs.configure(*chosen)
-    try:
-        yield
-    finally:
-        if configured:
-            structlog.configure(**before)
-        else:
-            structlog.reset_defaults()
 
 
 # --- processes

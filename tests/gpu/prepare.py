@@ -1,12 +1,12 @@
 """Make a folder with which tests/gpu/run.py needs no compiler and no host results. No GPU is needed for it.
 
-usage: python tests/gpu/prepare.py FOLDER [images | kernels | models | golden | faults | checked | FILE.gguf] ...
+usage: python tests/gpu/prepare.py FOLDER [images|kernels|models|golden|faults|checked|drill|FILE.gguf] ...
 
 ``images``: every kernel for compute capability 9.0. ``kernels``: the host's outputs of every case. ``models``: images
 and host results of the small models. ``golden``: the host's recordings of all their tensors. ``faults``: images of the
 planted faults' kernels, plain and checked, and what the host finds of them. ``checked``: the checked form of every
-kernel, of what is timed at large sizes, and of the small models; prints how long each takes. A file: images of what a
-benchmark of it launches. Without any: the first four.
+kernel, of what is timed at large sizes, and of the small models; prints how long each takes. ``drill``: what the fault
+drill launches, plain and checked. A file: images of what a benchmark of it launches. Without any: the first four.
 Then, with the GPU: PREPARED=FOLDER python tests/gpu/run.py
 """
 
@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path += [str(ROOT / "tests" / "support"), str(ROOT)]
 
 import gpu_cublas
+import gpu_drill
 import gpu_golden
 import gpu_kernels
 import gpu_models
@@ -36,6 +37,7 @@ from planted_faults import PLANTED
 import refengine
 from instrumentation.allocator import Allocator
 from instrumentation.devices.cuda import CudaDevice
+from instrumentation.devices.host_memory import bytes_at
 from instrumentation.devices.numerics import KERNELS as NUMERICS
 from instrumentation.findings import FindingLog
 from instrumentation.handles import Library
@@ -70,6 +72,18 @@ class Recorder(FakeDriver):
 
     def replay(self, _graph: Any, _stream: Any) -> None:
         pass
+
+
+class Zeros(Recorder):
+    """All memory holds zeros, of which an engine makes a text."""
+
+    def fill(self, target: int, _value: int, nbytes: int, stream: Any) -> None:
+        super().fill(target, 0, nbytes, stream)
+
+    def allocate(self, nbytes: int) -> int:
+        address = super().allocate(nbytes)
+        bytes_at(address, nbytes)[:] = 0
+        return address
 
 
 class RecorderBlas(FakeCublas):
@@ -194,6 +208,25 @@ def prepare_checked(place: Path) -> None:
         write_image(place, kernel, checked=True)
 
 
+def prepare_drill(place: Path) -> None:
+    """What the drill launches; nothing runs here, so every fault meets every level."""
+    found: dict[tuple[str, bool], Kernel] = {}
+
+    def compiled(kernel: Kernel, capability: tuple[int, int], *, checked: bool = False) -> Any:
+        found[kernel.name, checked] = kernel
+        return fake_image(kernel, capability, checked=checked)
+
+    def device() -> CudaDevice:
+        made = CudaDevice(driver=Zeros(total=1 << 34), compile_kernel=compiled)
+        made.library = Library(RecorderBlas(made.context.driver))
+        return made
+
+    for row in gpu_drill.planned(device).run():
+        print(row.fault, row.status, flush=True)
+    for (_, checked), kernel in sorted(found.items(), key=lambda item: item[0]):
+        write_image(place, kernel, checked=checked)
+
+
 def main(given: list[str]) -> int:
     """Make what is asked for."""
     if not given or given[0].startswith("-"):
@@ -214,6 +247,8 @@ def main(given: list[str]) -> int:
             prepare_faults(place)
         elif what == "checked":
             prepare_checked(place)
+        elif what == "drill":
+            prepare_drill(place)
         elif what == "golden":
             gpu_golden.prepare(place)
         else:

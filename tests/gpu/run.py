@@ -25,6 +25,7 @@ sys.path += [str(ROOT / "tests" / "support"), str(ROOT)]  # works from a checkou
 import gpu_checks
 import gpu_costs
 import gpu_cublas
+import gpu_drill
 import gpu_golden
 import gpu_kernels
 import gpu_models
@@ -54,6 +55,7 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
     "trap-large": gpu_trap.large,
     "trap-models": gpu_trap.models,
     "trap-drafts": gpu_trap.drafts,
+    "drill": gpu_drill.drill,
 }
 
 

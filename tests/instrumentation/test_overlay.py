@@ -136,3 +136,27 @@ class TestOverlays:
         assert world.allocator.check_integrity() == []
         decode.activate()
         assert world.codes == []
+
+
+class TestPlans:
+    def test_one_that_fits_is_none(self, either):
+        nbytes = either.arena.nbytes
+        most = nbytes - (either.allocator.arena_size([BufferRequest(1, TARGET, "q")]) - 256)
+        assert either.arena.check_plan([BufferRequest(most, TARGET, "q")], name="largest")
+        assert either.arena.check_plan([BufferRequest(1, TARGET, "q")] * 3, name="small")
+        assert either.log.list() == ()
+
+    def test_one_that_does_not_is_reported_and_nothing_else(self, either):
+        requests = [BufferRequest(either.arena.nbytes, TARGET, "q"), BufferRequest(1, TARGET, "k")]
+        before = either.allocator.snapshot()
+        assert not either.arena.check_plan(requests, name="512 rows")
+        [finding] = either.log
+        assert (finding.code, finding.actor) == ("RES003", "target")
+        assert finding.size == either.allocator.arena_size(requests) - either.arena.nbytes
+        assert "plan 512 rows of target needs" in finding.message
+        assert finding.allocation == either.arena.allocation
+        assert either.allocator.snapshot() == before
+
+    def test_an_empty_one_is_bad_input(self, world):
+        with pytest.raises(BadInputError, match="nothing is asked of none"):
+            world.arena.check_plan([], name="none")

@@ -8,11 +8,11 @@ import re
 from dataclasses import replace
 
 import pytest
-from fewer_barriers import without_a_barrier
 from kernel_cases import cases, distance
 from kernel_runner import run
 
 from instrumentation.kernel import HostOptions
+from refengine.drill.variants import without_a_barrier
 from refengine.kernels import all_kernels
 from refengine.kernels.kv_types import KV_TYPES
 from refengine.kernels.quants import FORMATS
