@@ -25,9 +25,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A first example may compile a kernel: time says nothing here.
-settings.register_profile("ci", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("deep", settings.get_profile("ci"), max_examples=10_000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+settings.register_profile(
+    "random", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.register_profile("ci", settings.get_profile("random"), derandomize=True)
+settings.register_profile("deep", settings.get_profile("random"), max_examples=10_000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "random"))
 
 # tests/gpu needs a CUDA device: run it there by name.
 collect_ignore = ["gpu"]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from instrumentation.devices.cuda_driver import DriverCallError
+
+if TYPE_CHECKING:
+    from instrumentation.devices.cuda_context import CudaContext
 
 _JIT_LOG_BYTES = 8192
 
@@ -14,6 +17,7 @@ class CudaDriver:
     """NVIDIA's driver through ``cuda.bindings``."""
 
     def __init__(self, bindings: Any) -> None:
+        self.contexts: dict[int, CudaContext] = {}
         self._cuda = bindings
         self._success = bindings.CUresult.CUDA_SUCCESS
         self._thread_local = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL

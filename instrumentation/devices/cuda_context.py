@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakKeyDictionary
 
 from numba.core import types as nb
 
@@ -40,16 +39,14 @@ class Compile(Protocol):
 _lock = threading.RLock()
 #: who holds what belongs to the whole process
 PROCESS = Owner("process")
-_contexts: WeakKeyDictionary[Driver, dict[int, CudaContext]] = WeakKeyDictionary()
 
 
 def open_context(driver: Driver, ordinal: int, compile_kernel: Compile = compile_image) -> CudaContext:
     """The context of a GPU; the same one each time. Raises ``BadInputError``, ``DeviceError``, ``OutOfMemoryError``."""
     with _lock:
-        known = _contexts.setdefault(driver, {})
-        if ordinal not in known:
-            known[ordinal] = CudaContext(driver, ordinal, compile_kernel)
-        context = known[ordinal]
+        if ordinal not in driver.contexts:
+            driver.contexts[ordinal] = CudaContext(driver, ordinal, compile_kernel)
+        context = driver.contexts[ordinal]
     context.require()
     return context
 

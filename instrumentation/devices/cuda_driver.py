@@ -9,9 +9,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from instrumentation.errors import BadInputError
+
+if TYPE_CHECKING:
+    from instrumentation.devices.cuda_context import CudaContext
 
 #: errors after which a context can do nothing any more; the driver returns them from every later call
 STICKY = frozenset(
@@ -47,6 +50,9 @@ class DriverCallError(Exception):
 
 class Driver(Protocol):
     """One process's driver. Every call but the first seven needs a current context."""
+
+    #: of each GPU that was opened: they live as long as their driver
+    contexts: dict[int, CudaContext]
 
     def version(self) -> int:
         """CUDA version that the driver is for: 1000 * major + 10 * minor."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from numba.core import compiler, errors
+from numba.core import bytecode, errors, interpreter, transforms
 from numba.core import types as nb
 from numba.core.registry import cpu_target
 from numba.core.typed_passes import type_inference_stage
@@ -22,6 +22,7 @@ from numba.extending import typeof_impl
 
 from instrumentation.errors import KernelDialectError
 from instrumentation.kernel import strict
+from instrumentation.kernel.host_pipeline import RememberedTypes
 from instrumentation.kernel.lower_host import HostModule, HostOptions, KernelEmitter
 
 if TYPE_CHECKING:
@@ -41,10 +42,11 @@ class Inferred:
 
 def infer(function: Any, arguments: tuple[Any, ...]) -> Inferred:
     """Numba's front end and type inference, without compiling."""
-    ir = compiler.run_frontend(function)
-    typemap, result, _, _ = type_inference_stage(
-        cpu_target.typing_context, cpu_target.target_context, ir, arguments, None
-    )
+    identity = bytecode.FunctionIdentity.from_function(function)
+    ir = interpreter.Interpreter(identity).interpret(bytecode.ByteCode(func_id=identity))
+    ir.blocks = transforms.canonicalize_cfg(ir.blocks)
+    context = RememberedTypes(cpu_target.typing_context)
+    typemap, result, _, _ = type_inference_stage(context, cpu_target.target_context, ir, arguments, None)
     return Inferred(function.__name__, ir, typemap, result)
 
 

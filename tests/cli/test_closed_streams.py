@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "tests" / "data" / "llama.gguf"
@@ -27,7 +28,7 @@ GENERATE = f"{sys.executable} -m refengine generate -q -t 1 -c 64 -n 2 --temp 0 
 )
 def test_one_line_at_most_and_the_right_code(command, code, message):
     done = subprocess.run(
-        ["/bin/sh", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+        ["/bin/sh", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=PATIENCE
     )
     assert done.returncode == code, done.stderr
     assert message in done.stderr

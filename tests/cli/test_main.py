@@ -8,6 +8,7 @@ import sys
 
 import click
 import pytest
+from patience import PATIENCE
 
 import refengine
 from cli.main import COMMANDS, NOT_BUILT, main
@@ -109,5 +110,5 @@ def test_without_standalone_mode_the_exit_code_is_returned(capsys):
 
 def test_python_dash_m_is_the_same_command(spawn):
     process = spawn("--version")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out.decode().strip(), err) == (0, f"refengine {refengine.__version__}", b"")

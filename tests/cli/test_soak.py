@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from refengine.engine import Engine
 from refengine.request import Request
@@ -200,7 +201,7 @@ def test_ctrl_c_ends_a_long_soak_in_order(spawn, tmp_path):
         assert line, "it ended"
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert err.decode().splitlines()[-1] == "refengine: interrupted"
     assert out.decode().splitlines()[-1] == "0 problems, not finished"

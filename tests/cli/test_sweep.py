@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 import refengine.sweep.runs
 from refengine.context import Context, DecodeStatus
@@ -190,20 +191,20 @@ def test_a_file_of_another_sweep_is_refused_by_name(sweep, one_line, tmp_path):
 def test_ctrl_c_ends_all_processes_and_leaves_a_file_that_goes_on(spawn, sweep, tmp_path):
     file = tmp_path / "runs.jsonl"
     process = spawn("sweep", *MODEL, "--sites", "all", "--modes", "nth", "-j", "2", "--resume", file)
-    for _ in range(600):
+    for _ in range(10 * PATIENCE):
         if file.exists() and file.read_bytes().count(b"\n") > 1:
             break
         time.sleep(0.1)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     started = [int(pid) for pid in children.read_text().split()] if children.exists() else []
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (130, b"")
     done = file.read_bytes().count(b"\n") - 1
     where, end = err.decode().splitlines()
     assert re.fullmatch(rf"{done} of \d+ runs are in {file}; the same command goes on", where)
     assert end == "refengine: interrupted"
-    for _ in range(100):
+    for _ in range(10 * PATIENCE):
         left = [pid for pid in started if _runs(pid)]
         if not left:
             break

@@ -5,6 +5,7 @@ import threading
 import pytest
 from allocator_world import DRAFT, LEVELS, MODEL, TARGET, World, overwrite, refusal
 from fake_memory import FakeMemory
+from patience import PATIENCE
 
 from instrumentation.allocator import Allocator, BufferRequest
 from instrumentation.buffer import BufferState
@@ -277,7 +278,7 @@ def test_threads_share_an_allocator(either):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=PATIENCE)
     assert errors == []
     assert not any(thread.is_alive() for thread in threads)
     assert either.log.total == 4 * 60

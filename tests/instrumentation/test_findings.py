@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import structlog
 from fake_memory import FakeMemory
+from patience import PATIENCE
 
 import instrumentation
 from instrumentation.allocator import Allocator
@@ -183,7 +184,7 @@ class TestLog:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=60)
+            thread.join(timeout=PATIENCE)
         assert log.total == 800
 
 

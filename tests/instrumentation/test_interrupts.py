@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from patience import PATIENCE
 
 import refengine
 from instrumentation import interrupts
@@ -89,7 +90,7 @@ def test_an_engine_survives_two_hundred_interrupts():
                 timer.start()  # which waits for the thread, and may be interrupted itself
                 for _ in range(20):
                     engine.generate(tokens, n_predict=3, temperature=0, ignore_eos=True)
-                time.sleep(1)
+                time.sleep(PATIENCE)
             except KeyboardInterrupt:
                 came += 1
             timer.join()

@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 from engines import DATA, FailNth, same_bits
+from patience import PATIENCE
 
 import refengine
 from instrumentation.errors import BadInputError, DeviceError, FindingError, OutOfMemoryError
@@ -184,7 +185,7 @@ def test_another_thread_waits_for_its_turn(engine, wanted):
     other = threading.Thread(target=lambda: found.append(engine.logits(TOKENS[:40])))
     other.start()
     rest = list(stream)
-    other.join(timeout=60)
+    other.join(timeout=PATIENCE)
     assert rest
     assert same_bits(found[0], wanted)
 
@@ -194,7 +195,7 @@ def test_a_stream_may_end_in_another_thread(engine):
     next(stream)
     other = threading.Thread(target=stream.close)
     other.start()
-    other.join(timeout=60)
+    other.join(timeout=PATIENCE)
     assert held(engine) == [0]
 
 
@@ -390,7 +391,7 @@ def test_requests_without_background_go_on_while_somebody_waits_for_one(engine):
     assert (first.status, second.status) == ("done", "queued")
     # A thread that works for another request works for this one too.
     third = engine.submit(TOKENS[3:8], **{**asked, "background": True})
-    third.result(timeout=60)
+    third.result(timeout=PATIENCE)
     assert second.status == "done"
 
 

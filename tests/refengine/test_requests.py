@@ -11,6 +11,7 @@ from itertools import zip_longest
 import numpy as np
 import pytest
 from engines import same_bits
+from patience import PATIENCE
 from slots import TEXTS, Watch, Wish, alone, expect, loaded, plain, queued
 
 import refengine
@@ -21,7 +22,6 @@ from refengine.generation import Generation
 
 CLOSED = "the engine is closed; load the model again"
 #: no test waits as long
-PATIENCE = 60
 
 
 @pytest.fixture(params=["none", "draft-mtp"])

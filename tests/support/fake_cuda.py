@@ -29,6 +29,7 @@ from instrumentation.kernel.cuda_image import CudaImage
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from instrumentation.devices.cuda_context import CudaContext
     from instrumentation.kernel import Kernel
 
 CONTEXT = 0xC0
@@ -118,6 +119,7 @@ class FakeDriver:
     """See the module. ``fail`` makes a call fail, ``broken`` names kernels that end the context when they run."""
 
     def __init__(self, *, n_devices: int = 2, total: int = 1 << 30) -> None:
+        self.contexts: dict[int, CudaContext] = {}
         self.n_devices = n_devices
         self.total = total
         #: bytes of device memory that somebody else took

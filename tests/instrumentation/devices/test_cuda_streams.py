@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -382,3 +384,12 @@ def test_a_draft_may_not_use_what_is_not_lent(bench, y):
         draft.launch(increment, 2, {"y": y})
         draft.synchronize()
     assert (bench.get(y) == 1).all()
+
+
+def test_a_device_that_nobody_holds_is_gone_with_its_driver_s_memory():
+    device = fake_device()
+    device.create_stream(owner=TARGET, name="stream")
+    gone = [weakref.ref(device), weakref.ref(device.context), weakref.ref(device.context.driver)]
+    del device
+    gc.collect()
+    assert [each() for each in gone] == [None, None, None]

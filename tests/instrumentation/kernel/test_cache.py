@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from kernel_runner import run
 from kernel_source import load_module
+from patience import PATIENCE
 from sample_kernels import arg_max
 from structlog.testing import capture_logs
 
@@ -134,10 +135,10 @@ def test_two_processes_compile_the_same_kernel(tmp_path):
 
     both = [start(), start()]
     for process in both:
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, errors
     third = start()
-    out, errors = third.communicate(timeout=120)
+    out, errors = third.communicate(timeout=PATIENCE)
     assert (third.returncode, out.strip()) == (0, "0"), errors
     assert not list((tmp_path / "cache" / "kernels").glob("*.tmp"))
 
