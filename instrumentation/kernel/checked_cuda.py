@@ -1,8 +1,8 @@
 """What generated CUDA code calls where every access is checked: ``checked_runtime`` for a GPU.
 
-An access asks as little as it can before it is made, and what it reports is written out of line: it is one call on a
-path that is never taken, which says to the compiler that it changes no memory of the kernel's, so that loads on both
-sides of it are still one. Pointers have address spaces: parameters lie in global memory.
+An access branches as little as it can, and leaves a mark of what a report would say (``checked_cuda_ptx``). To the
+compiler it changes no memory of the kernel's, so that loads on both sides of it are still one. Pointers have address
+spaces: parameters lie in global memory.
 
 Imported when a checked kernel is compiled for the first time: ``numba.cuda``'s extension layer takes time.
 """
@@ -103,7 +103,7 @@ def _terms(pointer: Any, indices: Any, extents: Any, shadow: Any, where: Any) ->
     return (pointer, indices, extents, shadow, types.int64, where)
 
 
-def _checked(kind: str) -> tuple[Any, Any]:
+def _checked(kind: str, *, sure: bool = False) -> tuple[Any, Any]:
     @intrinsic
     def load(
         _typing: Any, pointer: Any, indices: Any, extents: Any, shadow: Any, site: Any, where: Any
@@ -111,10 +111,10 @@ def _checked(kind: str) -> tuple[Any, Any]:
         signature = pointer.dtype(*_terms(pointer, indices, extents, shadow, where))
 
         def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
-            access = Access(context, builder, kind, sig, values)
-            nothing = ir.Constant(context.get_value_type(access.item), 0)
+            access = Access(context, builder, kind, sig, values, sure=sure)
             if kind == "ro":
-                return access.load_constant(nothing)
+                return access.load_constant()
+            nothing = ir.Constant(context.get_value_type(access.item), 0)
             return access.make(
                 lambda place: read_element(builder, place, access.item, kind, KINDS),
                 reads=True,
@@ -138,7 +138,7 @@ def _checked(kind: str) -> tuple[Any, Any]:
         signature = types.void(*_terms(pointer, indices, extents, shadow, where), value)
 
         def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
-            access = Access(context, builder, kind, sig, values)
+            access = Access(context, builder, kind, sig, values, sure=sure)
             stored = context.cast(builder, values[6], sig.args[6], access.item)
             return access.make(
                 lambda place: write_element(builder, place, access.item, stored, kind, KINDS),
@@ -154,6 +154,42 @@ def _checked(kind: str) -> tuple[Any, Any]:
 try_load_lane, try_store_lane = _checked("lane")
 try_load_ro, _ = _checked("ro")
 try_load_rw, try_store_rw = _checked("rw")
+sure_load_lane, sure_store_lane = _checked("lane", sure=True)
+sure_load_ro, _ = _checked("ro", sure=True)
+sure_load_rw, sure_store_rw = _checked("rw", sure=True)
+
+
+@intrinsic
+def load_known(_typing: Any, pointer: Any, number: Any) -> Any:
+    """An element of a parameter that is known to be there, and written."""
+    want_integer(number)
+    signature = pointer.dtype(pointer, number)
+
+    def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        at = context.cast(builder, values[1], sig.args[1], types.int64)
+        return read_element(builder, builder.gep(values[0], [at]), sig.return_type, "ro", KINDS)
+
+    return signature, generate
+
+
+@intrinsic
+def all_within(_typing: Any, indices: Any, extents: Any) -> Any:
+    """Whether each index is one of its axis."""
+    for index in indices:
+        want_integer(index)
+    signature = types.boolean(indices, extents)
+
+    def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        result = cgutils.true_bit
+        for i, kinds in enumerate(zip(sig.args[0], sig.args[1], strict=True)):
+            index, extent = (
+                context.cast(builder, builder.extract_value(group, i), kind, types.int64)
+                for group, kind in zip(values, kinds, strict=True)
+            )
+            result = builder.and_(result, builder.icmp_unsigned("<", index, extent))
+        return result
+
+    return signature, generate
 
 
 @intrinsic
@@ -274,6 +310,6 @@ def try_atomic_cas(
 RUNTIME: dict[str, Any] = {
     name: value
     for name, value in vars().items()
-    if name.startswith("try_") or name in ("called", "unwritten_allowed", "forget", "load_own", "store_own")
-    or name in ("global_array", "shared_array", "local_array")
+    if name.startswith(("try_", "sure_")) or name in ("load_known", "load_own", "store_own", "all_within", "called")
+    or name in ("unwritten_allowed", "forget", "global_array", "shared_array", "local_array")
 }  # fmt: skip

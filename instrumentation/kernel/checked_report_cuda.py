@@ -1,9 +1,9 @@
 """The report of a checked launch on a GPU: how it lies in memory, the code that writes it, and how it is read.
 
-Many threads write it at once, and the code stands in place at each access, as PTX: a call would keep what lives across
-it out of most registers, and loops make the assembler slow. So there is a table of what was found, for each site, calls
-around it and kind, with a count and the rank of the first thread; and a log of accesses, to which whoever comes before
-all others so far adds its own. Of the log, the host takes the entries of the lowest block and thread, as on the host.
+Many threads write it at once, by a function of PTX that a kernel calls. There is a table of what was found, for each
+site, calls around it and kind, with a count and the rank of the first thread; and a log of accesses, to which whoever
+comes before all others so far adds its own. Of the log, the host takes the entries of the lowest block and thread, as
+on the host.
 
 Words: the address of a flag in page-locked memory, which is set with the first finding; the counter of all, which is
 what the report's address names; how many came to the log; the table; the log.
@@ -11,11 +11,18 @@ what the report's address names; how many came to the log; the table; the log.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from llvmlite import ir
-
-from instrumentation.kernel.checked_report import AXES, RECORD_WORDS, RECORDS, REPORT_WORDS
+from instrumentation.kernel.checked_report import (
+    AXES,
+    OUTSIDE,
+    RECORD_WORDS,
+    RECORDS,
+    REPORT_WORDS,
+    UNWRITTEN,
+    USED_AFTER_FREE,
+)
+from instrumentation.kernel.checked_runtime import FREED, WRITTEN
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,93 +39,127 @@ _LOG = _TABLE + _ROWS * _ROW_WORDS
 #: words from the counter on
 COUNTED_WORDS = _LOG + _ENTRIES * _ENTRY_WORDS
 DEVICE_REPORT_WORDS = FLAG_WORDS + COUNTED_WORDS
-_I64 = ir.IntType(64)
 _HASHES = (-7046029254386353131, -4658895280553007687)
 
-# Operands: $0 kind (result, and $1 the same), $2 report, $3 key, $4 and $5 its places; then indices and extents. Of two
-# ranks the larger one comes first, and there is no rank 0. What is not to be done is predicated: no branch.
-_RECORD = f"""
-.reg .pred rf_p, rf_q;
-.reg .b64 rf_a, rf_b, rf_h, rf_r, rf_t;
-.reg .b32 rf_x, rf_y, rf_z;
-atom.global.add.u64 rf_a, [$2], 1;
-add.u64 rf_h, $2, $4;
-atom.global.cas.b64 rf_b, [rf_h], 0, $3;
-setp.eq.u64 rf_p, rf_b, 0;
-setp.eq.or.u64 rf_p, rf_b, $3, rf_p;
-@!rf_p add.u64 rf_h, $2, $5;
-@!rf_p atom.global.cas.b64 rf_b, [rf_h], 0, $3;
-setp.eq.u64 rf_p, rf_b, 0;
-setp.eq.or.u64 rf_p, rf_b, $3, rf_p;
-@rf_p atom.global.add.u64 rf_b, [rf_h+8], 1;
-mov.u32 rf_x, %ctaid.z;
-mov.u32 rf_y, %nctaid.y;
-mul.wide.u32 rf_b, rf_x, rf_y;
-mov.u32 rf_x, %ctaid.y;
-cvt.u64.u32 rf_t, rf_x;
-add.u64 rf_b, rf_b, rf_t;
-mov.u32 rf_x, %nctaid.x;
-cvt.u64.u32 rf_t, rf_x;
-mov.u32 rf_x, %ctaid.x;
-cvt.u64.u32 rf_r, rf_x;
-mad.lo.u64 rf_b, rf_b, rf_t, rf_r;
-mov.u32 rf_x, %tid.z;
-mov.u32 rf_y, %ntid.y;
-mov.u32 rf_z, %tid.y;
-mad.lo.u32 rf_x, rf_x, rf_y, rf_z;
-mov.u32 rf_y, %ntid.x;
-mov.u32 rf_z, %tid.x;
-mad.lo.u32 rf_x, rf_x, rf_y, rf_z;
-cvt.u64.u32 rf_t, rf_x;
-shl.b64 rf_r, rf_b, 10;
-or.b64 rf_r, rf_r, rf_t;
-not.b64 rf_r, rf_r;
-mov.u64 rf_a, rf_r;
-@rf_p atom.global.max.u64 rf_a, [rf_h+16], rf_r;
-setp.lt.u64 rf_p, rf_a, rf_r;
-@rf_p ld.global.u64 rf_a, [$2+-8];
-mov.u32 rf_x, 1;
-@rf_p st.u32 [rf_a], rf_x;
-@rf_p atom.global.add.u64 rf_a, [$2+8], 1;
-setp.lt.and.u64 rf_p, rf_a, {_ENTRIES}, rf_p;
-mad.lo.u64 rf_a, rf_a, {8 * _ENTRY_WORDS}, $2;
-@rf_p st.global.u64 [rf_a+{8 * _LOG}], $3;
-@rf_p st.global.u64 [rf_a+{8 * _LOG + 8}], rf_b;
-@rf_p st.global.u64 [rf_a+{8 * _LOG + 16}], rf_t;
+#: of an access that may find memory which nothing wrote: what its form says beside the bytes of its state
+ONLY_FREED = 16
+#: what a recorder takes: the report, how often the access was made, which it is, its form, the state of its memory;
+#: then the index and the extent of each axis
+_TAKEN = ("report", "times", "key", "form", "state")
+_FREED, _WRITTEN = (int.from_bytes([state] * 8, "little") for state in (FREED, WRITTEN))
+
+
+def recorder_name(axes: int) -> str:
+    """The recorder of accesses of arrays of so many axes."""
+    return f"refengine_record_{axes}"
+
+
+def recorder(axes: int) -> str:
+    """PTX of the function that puts an access into the report, if something is wrong with it.
+
+    A kernel calls it for all accesses among which there is a wrong one. Of two ranks the larger one comes first, and
+    there is no rank 0. What is not to be done is predicated.
+    """
+    names = [*_TAKEN, *(f"{what}_{axis}" for what in ("index", "extent") for axis in range(axes))]
+    parameters = ", ".join(f".param .b64 {name}" for name in names)
+    kept = "\n".join(
+        f"ld.param.u64 %a, [{what}_{axis}];\n@%p st.global.u64 [%at+{8 * (_LOG + 3 + group * AXES + axis)}], %a;"
+        for group, what in enumerate(("index", "extent"))
+        for axis in range(min(axes, AXES))
+    )
+    bounds = "\n".join(
+        f"ld.param.u64 %a, [index_{axis}];\nld.param.u64 %b, [extent_{axis}];\nsetp.ge.or.u64 %p, %a, %b, %p;"
+        for axis in range(axes)
+    )
+    return f""".func {recorder_name(axes)}({parameters})
+{{
+.reg .pred %p, %q;
+.reg .b64 %at, %a, %b, %h, %key, %rank, %report, %thread, %block;
+.reg .b32 %x, %y, %z;
+ld.param.u64 %report, [report];
+ld.param.u64 %key, [key];
+mov.pred %p, 0;
+{bounds}
+mov.u64 %thread, {OUTSIDE};
+@%p bra FOUND;
+ld.param.u64 %a, [state];
+ld.param.u64 %b, [form];
+mov.u64 %thread, {USED_AFTER_FREE};
+and.b64 %h, %a, {_FREED};
+setp.ne.u64 %p, %h, 0;
+@%p bra FOUND;
+and.b64 %h, %b, {ONLY_FREED};
+setp.ne.u64 %p, %h, 0;
+@%p ret;
+mov.u64 %thread, {UNWRITTEN};
+shl.b64 %h, %b, 3;
+sub.u64 %h, 64, %h;
+cvt.u32.u64 %x, %h;
+mov.u64 %h, {_WRITTEN};
+shr.u64 %h, %h, %x;
+setp.eq.u64 %p, %a, %h;
+@%p ret;
+FOUND:
+add.u64 %key, %key, %thread;
+ld.param.u64 %block, [times];
+atom.global.add.u64 %a, [%report], %block;
+{_row("%h", _HASHES[0])}
+atom.global.cas.b64 %b, [%h], 0, %key;
+setp.eq.u64 %p, %b, 0;
+setp.eq.or.u64 %p, %b, %key, %p;
+{_row("%a", _HASHES[1])}
+@!%p mov.u64 %h, %a;
+@!%p atom.global.cas.b64 %b, [%h], 0, %key;
+setp.eq.u64 %p, %b, 0;
+setp.eq.or.u64 %p, %b, %key, %p;
+@%p atom.global.add.u64 %b, [%h+8], %block;
+mov.u32 %x, %ctaid.z;
+mov.u32 %y, %nctaid.y;
+mul.wide.u32 %block, %x, %y;
+mov.u32 %x, %ctaid.y;
+cvt.u64.u32 %thread, %x;
+add.u64 %block, %block, %thread;
+mov.u32 %x, %nctaid.x;
+cvt.u64.u32 %thread, %x;
+mov.u32 %x, %ctaid.x;
+cvt.u64.u32 %rank, %x;
+mad.lo.u64 %block, %block, %thread, %rank;
+mov.u32 %x, %tid.z;
+mov.u32 %y, %ntid.y;
+mov.u32 %z, %tid.y;
+mad.lo.u32 %x, %x, %y, %z;
+mov.u32 %y, %ntid.x;
+mov.u32 %z, %tid.x;
+mad.lo.u32 %x, %x, %y, %z;
+cvt.u64.u32 %thread, %x;
+shl.b64 %rank, %block, 10;
+or.b64 %rank, %rank, %thread;
+not.b64 %rank, %rank;
+mov.u64 %a, %rank;
+@%p atom.global.max.u64 %a, [%h+16], %rank;
+setp.lt.u64 %p, %a, %rank;
+@%p ld.global.u64 %a, [%report+-8];
+mov.u32 %x, 1;
+@%p st.u32 [%a], %x;
+@%p atom.global.add.u64 %a, [%report+8], 1;
+setp.lt.and.u64 %p, %a, {_ENTRIES}, %p;
+mad.lo.u64 %at, %a, {8 * _ENTRY_WORDS}, %report;
+@%p st.global.u64 [%at+{8 * _LOG}], %key;
+@%p st.global.u64 [%at+{8 * _LOG + 8}], %block;
+@%p st.global.u64 [%at+{8 * _LOG + 16}], %thread;
+{kept}
+ret;
+}}
 """
 
 
-def record(builder: Any, report: Any, key: Any, kind: Any, indices: list[Any], extents: list[Any]) -> Any:
-    """Write code that puts an access of this thread into the report at an address. Returns ``kind``.
-
-    The compiler does not know that it is the same: what depends on it need not be written once for each kind.
-    """
-    axes = min(AXES, len(indices))
-    values = [*indices[:axes], *extents[:axes]]
-    first = 8 * (_LOG + 3)
-    places = [first + 8 * axis for axis in range(axes)] + [first + 8 * (AXES + axis) for axis in range(axes)]
-    stores = [f"@rf_p st.global.u64 [rf_a+{place}], ${6 + i};" for i, place in enumerate(places)]
-    # The result comes last: it may lie where an operand does.
-    text = " ".join([*_RECORD.split(), *stores, "mov.u64 $0, $1;"])
-    signature = ir.FunctionType(_I64, [_I64] * (5 + len(values)))
-    code = ir.InlineAsm(
-        signature, f"{{ {text} }}", ",".join(["=l", *["l"] * (5 + len(values))]), side_effect=True
-    )
-    rows = [_row(builder, key, factor) for factor in _HASHES]
-    call = builder.call(code, [kind, report, key, *rows, *values])
-    # The report is memory that the kernel never sees: its loads need not be made again behind a record. llvmlite knows
-    # this attribute of functions only.
-    set.add(call.attributes, "inaccessiblememonly")
-    set.add(call.attributes, "nounwind")
-    return call
-
-
-def _row(builder: Any, key: Any, factor: int) -> Any:
-    """One of a key's places in the table, in bytes from the counter."""
+def _row(register: str, factor: int) -> str:
+    """One of a key's places in the table."""
     bits = _ROWS.bit_length() - 1
-    hashed = builder.lshr(builder.mul(key, ir.Constant(_I64, factor)), ir.Constant(_I64, 64 - bits))
-    offset = builder.mul(hashed, ir.Constant(_I64, 8 * _ROW_WORDS))
-    return builder.add(offset, ir.Constant(_I64, 8 * _TABLE))
+    return f"""mul.lo.u64 {register}, %key, {factor};
+shr.u64 {register}, {register}, {64 - bits};
+mad.lo.u64 {register}, {register}, {8 * _ROW_WORDS}, %report;
+add.u64 {register}, {register}, {8 * _TABLE};"""
 
 
 def as_on_the_host(words: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -41,6 +41,11 @@ class RowsAhead:
     rows: int
     groups: tuple[tuple[str, ...], ...]
 
+    @property
+    def names(self) -> frozenset[str]:
+        """All arrays of the groups."""
+        return frozenset(name for group in self.groups for name in group)
+
     def __post_init__(self) -> None:
         assert self.rows >= 1, self
         assert self.rows & (self.rows - 1) == 0, f"{self}: the number of rows is a power of two"

@@ -82,7 +82,7 @@ def image_path(kernel: Kernel, compute_capability: tuple[int, int], *, checked: 
         repr(kernel.block),
         repr(kernel.ahead),
         f"sm_{major}{minor}",
-        "checked" if checked else "",
+        f"checked {sorted(kernel.constants)}" if checked else "",
     ]
     stem = host_cache.file_stem(kernel.name, "\n".join([*parts, *_versions(), host_cache.version()]))
     return host_cache.cache_folder() / f"{stem}.cuda"

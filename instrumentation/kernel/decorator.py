@@ -21,7 +21,7 @@ from instrumentation.kernel.plan import KernelPlan, plan_kernel
 from instrumentation.kernel.types import signature_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from instrumentation.kernel.checked_access import AccessTable
 
@@ -66,6 +66,7 @@ class Kernel:
         strict: bool,
         ahead: RowsAhead | None = None,
         resident: int | None = None,
+        constants: Sequence[str] = (),
     ) -> None:
         self.signature: dict[str, Any] = _checked_signature(function)
         ranks = {name: kind.ndim for name, kind in self.signature.items() if isinstance(kind, nb.Array)}
@@ -79,6 +80,10 @@ class Kernel:
         #: blocks that a GPU's multiprocessor shall hold at a time
         self.resident = resident
         self.name = self.parsed.name
+        #: arrays that are written once, before any launch: what is said of them changes no result
+        self.constants: frozenset[str] = frozenset(constants) | (
+            ahead.names if ahead is not None else frozenset()
+        )
         missing = [p for p in self.parsed.parameters if p not in self.signature]
         if missing:
             self.parsed.refuse(
@@ -118,7 +123,7 @@ class Kernel:
         The checked form fetches nothing ahead, and takes the registers that its checks need.
         """
         if checked:
-            text = compile_checked_ptx(self.plan, self.access_table, compute_capability)
+            text = compile_checked_ptx(self.plan, self.access_table, compute_capability, self.constants)
             return with_entry(text, self.signature, self.block, compute_capability)
         plain = compile_ptx(self.function, self.parsed, cuda_signature(self.signature), compute_capability)
         return with_entry(
@@ -161,6 +166,7 @@ def kernel(
     strict: bool = False,
     ahead: RowsAhead | None = None,
     resident: int | None = None,
+    constants: Sequence[str] = (),
 ) -> Callable[[Callable[..., None]], Kernel]:
     """Make a kernel of a Numba CUDA function whose parameters are annotated with ``instrumentation.kernel.types``.
 
@@ -168,6 +174,8 @@ def kernel(
     ``strict``: refuse float arithmetic whose bits depend on the lowering (see ``strict.py``).
     ``ahead``: rows of constant matrices that a GPU may fetch early, which changes no result.
     ``resident``: blocks that a GPU's multiprocessor shall hold at a time, for which its assembler leaves registers.
+    ``constants``: arrays that are written once, such as weights; a checked form for CUDA is made for that, and right
+    for others too. Those of ``ahead`` are among them.
     Raises ``KernelDialectError`` with file, line and reason for source outside the dialect.
     """
     shape = (block,) if isinstance(block, int) else tuple(block)
@@ -178,7 +186,7 @@ def kernel(
         )
 
     def decorate(function: Callable[..., None]) -> Kernel:
-        return Kernel(function, shape, strict=strict, ahead=ahead, resident=resident)
+        return Kernel(function, shape, strict=strict, ahead=ahead, resident=resident, constants=constants)
 
     return decorate
 

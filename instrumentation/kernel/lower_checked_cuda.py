@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 from numba.core import types as nb
 
 from instrumentation.kernel.checked_access import MAX_CALLS, AccessTable, CallSite, Site
+from instrumentation.kernel.checked_bounds import MOST_FACTOR, Bounds, Root, Sum, View
+from instrumentation.kernel.checked_cuda_ptx import with_checks
 from instrumentation.kernel.host_emit import FunctionEmitter, HostAccess, Place
 from instrumentation.kernel.lower_cuda import compile_function
 from instrumentation.kernel.lower_host import AXES, ArgumentShape, HostModule, HostOptions
 from instrumentation.kernel.origin import origin_of
 from instrumentation.kernel.parse import NUMBER_TYPES
 from instrumentation.kernel.plan import MAX_SHARED_BYTES
-from instrumentation.kernel.written_out import Known, leaves
+from instrumentation.kernel.written_out import Known, leaves, names_of_turns
 
 if TYPE_CHECKING:
     from instrumentation.kernel.parse import ParsedFunction
@@ -29,16 +31,23 @@ if TYPE_CHECKING:
 
 
 #: statements of a loop that is written out
-MOST_WRITTEN_OUT = 512
-SHARED_ACCESS = 8
+MOST_WRITTEN_OUT = 1024
+SHARED_ACCESS = 2
 
 
 #: alias classes beside those of the host: an own element that is known to be there, written before or not
 WRITTEN, INSIDE = "written", "inside"
+#: accesses of a loop that is written out and for whose sake it is written twice
+LEAST_SURE = 8
+#: an element of a parameter that is known to be there, and written; what stands before the class of one that is there
+KNOWN, SURE = "known", "sure "
 
 
-def _kind(place: Place) -> str:
-    return "lane" if place.kind in (WRITTEN, INSIDE) else place.kind
+def _kind(place: Place) -> tuple[str, str]:
+    """How an element is accessed, and its alias class."""
+    if place.kind in (WRITTEN, INSIDE):
+        return "try", "lane"
+    return ("sure", place.kind.removeprefix(SURE)) if place.kind.startswith(SURE) else ("try", place.kind)
 
 
 class NumberedAccess(HostAccess):
@@ -52,7 +61,10 @@ class NumberedAccess(HostAccess):
         """Expression that reads an element, 0 where there is none."""
         if place.kind == WRITTEN:
             return f"load_own({place.pointer}, {place.element})"
-        return f"try_load_{_kind(place)}({self._terms(place, 'load')})"
+        if place.kind == KNOWN:
+            return f"load_known({place.pointer}, {place.element})"
+        how, kind = _kind(place)
+        return f"{how}_load_{kind}({self._terms(place, 'load')})"
 
     def store(self, place: Place, value: str) -> str:
         """Statement that writes an element, where there is one."""
@@ -60,7 +72,8 @@ class NumberedAccess(HostAccess):
         if place.kind in (WRITTEN, INSIDE):
             shadow = place.shadow if place.kind == INSIDE else "0"
             return f"store_own({place.pointer}, {place.element}, {shadow}, {value})"
-        return f"try_store_{_kind(place)}({self._terms(place, 'store')}, {value})"
+        how, kind = _kind(place)
+        return f"{how}_store_{kind}({self._terms(place, 'store')}, {value})"
 
     def atomic(self, operation: str, place: Place, operands: str) -> str:
         """Expression that changes an element and gives what was there before; 0 where there is none."""
@@ -96,25 +109,90 @@ class _CudaEmitter(FunctionEmitter):
     def __init__(self, module: CudaModule, parsed: ParsedFunction, ranks: dict[str, int]) -> None:
         super().__init__(module, parsed, ranks)
         self.known = Known()
+        #: inside of a loop whose indices are looked at before it
+        self.view: View | None = None
+        #: whether loops may be written twice
+        self.twice = False
+        #: ends of names of which each turn of a loop has its own: the compiler takes long for those assigned often
+        self._ends: dict[str, str] = {}
+        self._n_ends = 0
+        self._own_names: dict[int, list[str]] = {}
 
     def read(self, name: str) -> str:
         """Expression of a name's value."""
         value = self.known.constants.get(name)
         if value is None:
-            return super().read(name)
+            return super().read(name) + self._ends.get(name, "")
         return str(value) if value >= 0 else f"({value})"
+
+    def write(self, name: str, value: str) -> str | None:
+        """Statement that assigns to a name."""
+        return f"v_{name}{self._ends.get(name, '')} = {value}"
+
+    def _turn(self, loop: ast.For) -> None:
+        """Another turn, or form, of a loop is written."""
+        if id(loop) not in self._own_names:
+            self._own_names[id(loop)] = names_of_turns(loop, self.parsed)
+        self._n_ends += 1
+        for name in self._own_names[id(loop)]:
+            self._ends[name] = f"_t{self._n_ends}"
 
     def place(self, name: str, index: ast.expr, node: ast.AST) -> Place:
         """Where an index into an array points, and what is known of that."""
         place = super().place(name, index, node)
         array = self.parsed.arrays.get(name)
         if array is None or array.space != "local":
-            return place
+            return self._sure(place, name, index)
         number = self.known.element(array, index)
         if number is not None:
             written = number in self.known.written.get(name, ())
             return replace(place, kind=WRITTEN if written else INSIDE, element=str(number))
         return replace(place, shadow="0") if self.known.whole(name, array) else place
+
+    def _sure(self, place: Place, name: str, index: ast.expr) -> Place:
+        """The place, if its indices can be looked at before the loop around it."""
+        view, root = self.view, self._root(name)
+        if view is None or root is None or view.conditional:
+            return place
+        sums = [view.value(each) for each in (index.elts if isinstance(index, ast.Tuple) else [index])]
+        known = [each for each in sums if each is not None]
+        if len(known) < len(sums):
+            return place
+        view.bounds.require(root, known)
+        if root.name in self.module.known and place.kind == "ro":
+            view.bounds.known.add(root.name)
+            return replace(place, kind=KNOWN)
+        return replace(place, kind=SURE + place.kind)
+
+    def _root(self, name: str) -> Root | None:
+        """Where an array comes from, seen from the loop that is written."""
+        if self.view is None or self.view.outer is None:
+            return self.view.arrays.get(name) if self.view else None
+        return Root(name, tuple(self.extents(name)), self.kind(name))
+
+    def text(self, node: ast.expr) -> str:
+        """Text of an expression; what may not be evaluated is conditional."""
+        if self.view is None or not isinstance(node, ast.IfExp | ast.BoolOp):
+            return super().text(node)
+        self.view.conditional += 1
+        text = super().text(node)
+        self.view.conditional -= 1
+        return text
+
+    def _call(self, node: ast.Call) -> str:
+        function = self.parsed.device_function(node)
+        if self.view is None or function is None:
+            return super()._call(node)
+        given = [
+            self._root(each.id)
+            if isinstance(each, ast.Name) and self._is_array(each)
+            else self.view.value(each)
+            for each in node.args
+        ]
+        view = self.view.called(function.parsed, given)
+        name = self.module.seen_function(function, tuple(self._array_shape(a) for a in node.args), view)
+        texts = [self._argument(each) for each in node.args]
+        return f"{name}({', '.join([*texts, self.access.call(function.parsed, node, self.where) or ''])})"
 
     def block(self, statements: list[ast.stmt]) -> None:
         """Statements one level deeper: what is learnt there holds there."""
@@ -144,22 +222,115 @@ class _CudaEmitter(FunctionEmitter):
 
         The compiler does so in the plain kernel, and keeps such arrays in registers; with the checks it would not.
         """
+        if isinstance(node, ast.If):
+            chosen = self.known.truth(node.test)
+            if chosen is not None:
+                for inner_statement in node.body if chosen else node.orelse:
+                    self.statement(inner_statement)
+                return
         turns = self._turns(node)
+        if isinstance(node, ast.For) and self.twice and self._written_twice(node, turns):
+            return
         if turns is None:
+            inner = isinstance(node, ast.If | ast.For | ast.While)
             if isinstance(node, ast.For | ast.While):
                 self.known.forget(node)
+            if self.view is not None and inner:
+                self.view.forget(node)
+                self.view.conditional += 1
             super().statement(node)
+            if self.view is not None and inner:
+                self.view.conditional -= 1
             self._ran(node)
             return
         assert isinstance(node, ast.For)
+        self._write_out(node, turns)
+
+    def _write_out(self, node: ast.For, turns: range) -> None:
         assert isinstance(node.target, ast.Name)
         for value in turns:
             self.known.constants[node.target.id] = value
+            if self.view is not None:
+                self.view.names[node.target.id] = Sum.of({}, value)
+            self._turn(node)
             for inner in node.body:
                 self.statement(inner)
         self.known.constants.pop(node.target.id, None)
+        if self.view is not None:
+            self.view.names[node.target.id] = None
+
+    def _written_twice(self, node: ast.For, turns: range | None) -> bool:
+        """Write a loop twice, if some of its indices can be looked at before it: for where they are all inside, too."""
+        assert isinstance(node.target, ast.Name)
+        assert isinstance(node.iter, ast.Call)
+        ends = node.iter.args
+        step = ends[2].value if len(ends) > 2 and isinstance(ends[2], ast.Constant) else 1
+        rises = len(ends) < 3 or (isinstance(ends[2], ast.Constant) and isinstance(step, int) and step > 0)
+        simple = not any(self._does_more(n) for end in ends for n in ast.walk(end))
+        if not rises or not simple or self.parsed.has_collective(node) or leaves(node.body):
+            return False
+        changed = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        variable = None if turns is not None else f"v_{node.target.id}"
+        bounds = Bounds(variable)
+        view = View(
+            bounds,
+            self.parsed,
+            lambda name: None if name in changed else self.read(name),
+            dict.fromkeys(changed),
+        )
+        view.arrays = {name: Root(name, tuple(self.extents(name)), self.kind(name)) for name in self.ranks}
+        view.names[node.target.id] = Sum(((variable, 1),)) if variable else None
+        lines, self.lines = self.lines, []
+        before, self.known = self.known, self.known.copy()
+        self.view, self.twice = view, False
+        self.depth += 1
+        self._loop(node, turns)
+        self.depth -= 1
+        self.view = None
+        sure, self.lines, self.known = self.lines, lines, before
+        worth = variable is not None or bounds.n_accesses >= LEAST_SURE
+        if bounds.ranges and worth:
+            first, last = f"_first{len(lines)}", f"_last{len(lines)}"
+            if variable:
+                self.emit(f"{first} = {self.text(ends[0]) if len(ends) > 1 else '0'}")
+                self.emit(f"{last} = {self.text(ends[min(1, len(ends) - 1)])} - 1")
+            tests = [*bounds.tests(first, last), *((f"s_{name}", "1") for name in sorted(bounds.known))]
+            if variable:
+                tests.append((f"({last} - {first})", str(MOST_FACTOR)))
+            indices, extents = (", ".join(each) for each in zip(*tests, strict=True))
+            self.emit(f"if all_within(({indices},), ({extents},)):")
+            self.lines += sure
+            self.emit("else:")
+            self.depth += 1
+            self._loop(node, turns)
+            self.depth -= 1
+        self.twice = True
+        return bool(bounds.ranges) and worth
+
+    def _does_more(self, node: ast.AST) -> bool:
+        """Whether an expression is more than arithmetic: written twice, it would be done twice."""
+        if isinstance(node, ast.Subscript):
+            return isinstance(node.value, ast.Name)
+        least = (
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("min", "max")
+        )
+        return isinstance(node, ast.Call) and not least
+
+    def _loop(self, node: ast.For, turns: range | None) -> None:
+        """A loop as it is, or written out."""
+        if turns is not None:
+            self._write_out(node, turns)
+            return
+        self.known.forget(node)
+        self._turn(node)
+        assert isinstance(node.target, ast.Name)
+        self.emit(f"for v_{node.target.id} in {self.range_of(node)}:", node)
+        self.block(node.body)
+        self._ran(node)
 
     def _ran(self, node: ast.stmt) -> None:
+        if self.view is not None:
+            self.view.ran(node)
         if isinstance(node, ast.Assign):
             self.known.assigned(node, self.parsed.arrays)
         elif isinstance(node, ast.If | ast.For | ast.While):
@@ -232,10 +403,16 @@ class DeviceFunctionEmitter(_CudaEmitter):
     """A device function, which NVVM inlines."""
 
     def __init__(
-        self, module: CudaModule, parsed: ParsedFunction, shapes: tuple[ArgumentShape, ...], name: str
+        self,
+        module: CudaModule,
+        parsed: ParsedFunction,
+        shapes: tuple[ArgumentShape, ...],
+        name: str,
+        view: View | None = None,
     ) -> None:
         self.shapes = dict(zip(parsed.parameters, shapes, strict=True))
         super().__init__(module, parsed, {p: shape[1] for p, shape in self.shapes.items() if shape})
+        self.view = view
         names: list[str] = []
         for parameter in parsed.parameters:
             names.append(f"v_{parameter}")
@@ -264,6 +441,7 @@ class KernelEmitter(_CudaEmitter):
         ranks = {n: t.ndim for n, t in plan.signature.items() if isinstance(t, nb.Array)}
         super().__init__(module, plan.parsed, ranks)
         self.plan = plan
+        self.twice = True
 
     def kind(self, name: str) -> str:
         """Alias class of an array."""
@@ -291,9 +469,14 @@ class KernelEmitter(_CudaEmitter):
 class CudaModule(HostModule):
     """Source of one generated module: device functions, then the kernel."""
 
-    def __init__(self, table: AccessTable, block: tuple[int, ...]) -> None:
+    def __init__(
+        self, table: AccessTable, block: tuple[int, ...], known: frozenset[str] = frozenset()
+    ) -> None:
         super().__init__(HostOptions(checked=True), NumberedAccess(table))
         self.block = block
+        #: parameters that are constants, for the most part: where they are not looked up, loops need not do so
+        self.known = known
+        self._seen: dict[str, str] = {}
 
     def device_function(self, function: Any, shapes: tuple[ArgumentShape, ...]) -> str:
         """Name of the checked form of a device function, for arguments of these shapes; written once."""
@@ -306,14 +489,29 @@ class CudaModule(HostModule):
             self._sources.append("\n".join(lines))
         return self._device[key]
 
+    def seen_function(self, function: Any, shapes: tuple[ArgumentShape, ...], view: View) -> str:
+        """Name of the form of a device function in which a view's indices are not looked at."""
+        lines = DeviceFunctionEmitter(self, function.parsed, shapes, "d_", view).lines
+        text = "\n".join(lines)
+        if text not in self._seen:
+            name = f"e_{function.parsed.name}_{len(self._seen)}"
+            self._seen[text] = name
+            self._sources.append(text.replace("def d_(", f"def {name}(", 1))
+        return self._seen[text]
+
     def source(self, body: list[str]) -> str:
         """Whole text of the module around a kernel's text."""
         return "\n\n".join([*self._sources, "\n".join(body), ""])
 
 
-def checked_source(plan: KernelPlan, table: AccessTable) -> tuple[str, CudaModule]:
-    """Text of a kernel's checked form and its device functions, and what it uses."""
-    module = CudaModule(table, plan.block)
+def checked_source(
+    plan: KernelPlan, table: AccessTable, known: frozenset[str] = frozenset()
+) -> tuple[str, CudaModule]:
+    """Text of a kernel's checked form and its device functions, and what it uses.
+
+    ``known``: parameters of which the host knows, as a rule, that they are written.
+    """
+    module = CudaModule(table, plan.block, known)
     return module.source(KernelEmitter(module, plan).run()), module
 
 
@@ -334,15 +532,20 @@ def checked_signature(signature: dict[str, Any]) -> Any:
     return nb.void(*kinds, *[nb.int64] * (1 + arrays))
 
 
-def compile_checked_ptx(plan: KernelPlan, table: AccessTable, compute_capability: tuple[int, int]) -> str:
-    """PTX of a kernel's checked form. Raises ``DeviceError`` as ``compile_ptx`` does."""
+def compile_checked_ptx(
+    plan: KernelPlan,
+    table: AccessTable,
+    compute_capability: tuple[int, int],
+    known: frozenset[str] = frozenset(),
+) -> str:
+    """PTX of a kernel's checked form, as ``checked_source`` says. Raises ``DeviceError`` as ``compile_ptx`` does."""
 
     def make() -> Any:
         from numba import cuda  # noqa: PLC0415
 
         from instrumentation.kernel.checked_cuda import RUNTIME  # noqa: PLC0415
 
-        source, module = checked_source(plan, table)
+        source, module = checked_source(plan, table, known)
         namespace: dict[str, Any] = {
             "__name__": "refengine_checked_kernel",
             "cuda": cuda,
@@ -355,4 +558,7 @@ def compile_checked_ptx(plan: KernelPlan, table: AccessTable, compute_capability
         exec(compile(source, f"<checked {plan.parsed.name}>", "exec"), namespace)  # noqa: S102
         return namespace[plan.parsed.name]
 
-    return compile_function(plan.parsed.name, make, checked_signature(plan.signature), compute_capability)
+    signature = checked_signature(plan.signature)
+    text = compile_function(plan.parsed.name, make, signature, compute_capability)
+    arrays = sum(isinstance(kind, nb.Array) for kind in plan.signature.values())
+    return with_checks(text, len(signature.args) - arrays - 1)

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import ast
 import operator
+from collections import Counter
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
-    from instrumentation.kernel.parse import LocalArray
+    from instrumentation.kernel.parse import LocalArray, ParsedFunction
 
 _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.LShift: operator.lshift,
@@ -24,6 +25,10 @@ _DIVISIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+_COMPARISONS: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}  # fmt: skip
 _MOST_SHIFTED = 32
 
 
@@ -55,6 +60,13 @@ class Known:
                 return None
             return _OPERATIONS[kind](left, right) if kind in _OPERATIONS else None
         return None
+
+    def truth(self, node: ast.expr) -> bool | None:
+        """What a comparison of constants comes to; None for all else."""
+        if not isinstance(node, ast.Compare) or len(node.ops) > 1 or type(node.ops[0]) not in _COMPARISONS:
+            return None
+        left, right = self.value(node.left), self.value(node.comparators[0])
+        return None if left is None or right is None else _COMPARISONS[type(node.ops[0])](left, right)
 
     def element(self, array: LocalArray, index: ast.expr) -> int | None:
         """Row-major number of the element at an index; None when that is not known, or not inside."""
@@ -120,3 +132,26 @@ def leaves(statements: list[ast.stmt]) -> bool:
         if isinstance(node, ast.If) and (leaves(node.body) or leaves(node.orelse)):
             return True
     return False
+
+
+def names_of_turns(loop: ast.For, parsed: ParsedFunction) -> list[str]:
+    """Names that each turn of a loop assigns before it reads them, and that nobody reads behind the loop."""
+    inside = list(ast.walk(loop))
+    read = Counter(_read(inside))
+    everywhere = Counter(_read(parsed.walk()))
+    targets = {n.target.id for n in inside if isinstance(n, ast.For) and isinstance(n.target, ast.Name)}
+    found: list[str] = []
+    seen: set[str] = set()
+    for statement in loop.body:
+        target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+        used = set(_read(ast.walk(statement)))
+        if isinstance(target, ast.Name) and target.id not in seen | used | targets:
+            found += [target.id] if read[target.id] == everywhere[target.id] else []
+        seen |= used | {n.id for n in ast.walk(statement) if isinstance(n, ast.Name)}
+    return found
+
+
+def _read(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            yield node.id

@@ -91,7 +91,7 @@ def mul_mat_experts(quantisation: GGMLQuantizationType, outputs: int | None = No
     width = outputs or 1
     columns = tuple(range(width))
 
-    @kernel(block=32, strict=True)
+    @kernel(block=32, strict=True, constants=("codes", "halves", "words"))
     @reading(outputs, codes=quantisation)
     def mul_mat_experts(
         codes: u8_2d, halves: u16_2d, words: u32_2d, index: i32_2d, x: f32_2d, y: f32_3d
@@ -130,7 +130,11 @@ def experts_swiglu(
     width = outputs or 1
     columns = tuple(range(width))
 
-    @kernel(block=32, strict=True)
+    @kernel(
+        block=32,
+        strict=True,
+        constants=tuple(f"{of}_{part}" for of in ("gate", "up") for part in ("codes", "halves", "words")),
+    )
     @reading(outputs, gate_codes=quantisations[0], up_codes=quantisations[1])
     def experts_swiglu(
         gate_codes: u8_2d,

@@ -1,0 +1,250 @@
+"""Which indices of a loop can be looked at before it: those that are sums of what stays, and of its variable.
+
+Such a sum is largest and smallest in the first and the last turn. If both are inside, so are those between, and the
+loop need not look. What a loop's statements say is followed through names and device functions; whatever is not known
+to be such a sum stays checked where it stands.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from instrumentation.kernel.parse import ParsedFunction
+
+#: sums of larger factors could wrap around
+MOST_FACTOR = 1 << 31
+#: what every index is inside of that is not negative
+_NO_EXTENT = str((1 << 63) - 1)
+_BITWISE = {ast.RShift: ">>", ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^"}
+_DIVISIONS = {ast.FloorDiv: "//", ast.Mod: "%"}
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A whole number: terms with their factors, as text that is valid before the loop, and a constant."""
+
+    factors: tuple[tuple[str, int], ...] = ()
+    constant: int = 0
+
+    @classmethod
+    def of(cls, factors: Mapping[str, int], constant: int) -> Sum | None:
+        """None where a factor is too large."""
+        kept = {term: factor for term, factor in factors.items() if factor}
+        if any(abs(value) >= MOST_FACTOR for value in (constant, *kept.values())):
+            return None
+        return cls(tuple(sorted(kept.items())), constant)
+
+    def plus(self, other: Sum, sign: int = 1) -> Sum | None:
+        """Sum or difference of two."""
+        factors = dict(self.factors)
+        for term, factor in other.factors:
+            factors[term] = factors.get(term, 0) + sign * factor
+        return Sum.of(factors, self.constant + sign * other.constant)
+
+    def times(self, factor: int) -> Sum | None:
+        """Product with a number."""
+        return Sum.of({term: factor * each for term, each in self.factors}, factor * self.constant)
+
+    def factor_of(self, term: str) -> int:
+        """How often a term is in it."""
+        return dict(self.factors).get(term, 0)
+
+    def text(self, names: Mapping[str, str] | None = None) -> str:
+        """Expression of it, with other text for some terms."""
+        parts = [
+            (names or {}).get(term, term) + (f" * {factor}" if factor != 1 else "")
+            for term, factor in self.factors
+        ]
+        if self.constant or not parts:
+            parts.append(str(self.constant))
+        return parts[0] if len(parts) == 1 else f"({' + '.join(parts)})"
+
+
+@dataclass(frozen=True)
+class Capped:
+    """The smaller one of two sums, of which the second stays as it is: ``min(k, n - 1)`` in a loop over k."""
+
+    value: Sum
+    cap: Sum
+
+
+@dataclass(frozen=True)
+class Root:
+    """An array of the function around the loop: its name, the text of its extents, its alias class."""
+
+    name: str
+    extents: tuple[str, ...]
+    kind: str
+
+
+@dataclass
+class Bounds:
+    """What is to be looked at before one loop."""
+
+    #: text of the loop's variable; None where the loop is written out
+    variable: str | None
+    #: of each array, axis and sum of terms: the smallest and the largest constant
+    ranges: dict[tuple[Root, int, tuple[tuple[str, int], ...]], tuple[int, int]] = field(default_factory=dict)
+    #: of each sum that must not be negative: the smallest constant
+    least: dict[tuple[tuple[str, int], ...], int] = field(default_factory=dict)
+    #: arrays of which nothing needs to be looked up, if the host says so
+    known: set[str] = field(default_factory=set)
+    n_accesses: int = 0
+
+    def require(self, root: Root, indices: list[Sum | Capped]) -> None:
+        """An access of each turn, whose indices these are."""
+        self.n_accesses += 1
+        for axis, index in enumerate(indices):
+            each = index.cap if isinstance(index, Capped) else index
+            if isinstance(index, Capped):
+                value = index.value
+                self.least[value.factors] = min(self.least.get(value.factors, value.constant), value.constant)
+            key = (root, axis, each.factors)
+            low, high = self.ranges.get(key, (each.constant, each.constant))
+            self.ranges[key] = (min(low, each.constant), max(high, each.constant))
+
+    def tests(self, first: str, last: str) -> list[tuple[str, str]]:
+        """Indices and extents: if all are inside, so are those of all turns, from ``first`` to ``last``."""
+        found: dict[tuple[str, str], None] = {}
+        for (root, axis, factors), (low, high) in self.ranges.items():
+            for constant, largest in ((low, False), (high, True)):
+                found[self._end(Sum(factors, constant), first, last, largest=largest), root.extents[axis]] = (
+                    None
+                )
+        for factors, low in self.least.items():
+            found[self._end(Sum(factors, low), first, last, largest=False), _NO_EXTENT] = None
+        return list(found)
+
+    def _end(self, each: Sum, first: str, last: str, *, largest: bool) -> str:
+        """Text of the smallest or largest value of a sum."""
+        if self.variable is None:
+            return each.text()
+        at = last if (each.factor_of(self.variable) >= 0) == largest else first
+        return each.text({self.variable: at})
+
+
+@dataclass
+class View:
+    """What is known inside of a loop, in the function around it or in one that it calls."""
+
+    bounds: Bounds
+    parsed: ParsedFunction
+    #: text of a name of the function around the loop that its statements do not change; None in a function it calls
+    outer: Callable[[str], str | None] | None
+    #: names that are sums, and those that are known not to be
+    names: dict[str, Sum | Capped | None] = field(default_factory=dict)
+    #: arrays that a called function was given
+    arrays: dict[str, Root] = field(default_factory=dict)
+    #: statements that may not run in each turn
+    conditional: int = 0
+
+    def value(self, node: ast.expr) -> Sum | Capped | None:
+        """The sum that an expression is, or a capped one."""
+        if isinstance(node, ast.Constant):
+            value = node.value
+            return Sum.of({}, value) if isinstance(value, int) and not isinstance(value, bool) else None
+        if isinstance(node, ast.Name):
+            if node.id in self.names or self.outer is None:
+                return self.names.get(node.id)
+            text = self.outer(node.id)
+            return None if text is None else _sum_of(text)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            operand = self._sum(node.operand)
+            return None if operand is None else operand.times(-1)
+        if isinstance(node, ast.BinOp):
+            return self._of_two(node)
+        if isinstance(node, ast.Attribute):
+            cuda = self.parsed.cuda_name(node) or ""
+            axis = cuda.partition(".")[0] in ("threadIdx", "blockIdx", "blockDim", "gridDim")
+            return Sum(((f"cuda.{cuda}", 1),)) if axis else None
+        if isinstance(node, ast.Subscript):
+            return self._extent(node)
+        return self._extreme(node) if isinstance(node, ast.Call) else None
+
+    def _of_two(self, node: ast.BinOp) -> Sum | None:
+        left, right = self._sum(node.left), self._sum(node.right)
+        if left is None or right is None:
+            return None
+        if isinstance(node.op, ast.Add | ast.Sub):
+            return left.plus(right, 1 if isinstance(node.op, ast.Add) else -1)
+        if isinstance(node.op, ast.LShift) and not right.factors and 0 <= right.constant < 31:
+            return left.times(1 << right.constant)
+        if isinstance(node.op, ast.Mult):
+            for one, other in ((left, right), (right, left)):
+                if not one.factors:
+                    return other.times(one.constant)
+        symbol = _BITWISE.get(type(node.op)) or ("*" if isinstance(node.op, ast.Mult) else None)
+        if type(node.op) in _DIVISIONS and not right.factors and right.constant > 0:
+            symbol = _DIVISIONS[type(node.op)]
+        if isinstance(node.op, ast.RShift) and (right.factors or not 0 <= right.constant < 63):
+            symbol = None
+        return None if symbol is None else self._term(f"({left.text()} {symbol} {right.text()})", left, right)
+
+    def _term(self, text: str, *parts: Sum) -> Sum | None:
+        """What stays as it is in all turns, as one term."""
+        variable = self.bounds.variable
+        if variable is not None and any(variable in term for part in parts for term, _ in part.factors):
+            return None
+        return Sum(((text, 1),))
+
+    def _sum(self, node: ast.expr) -> Sum | None:
+        value = self.value(node)
+        return value if isinstance(value, Sum) else None
+
+    def _extreme(self, node: ast.Call) -> Sum | Capped | None:
+        name = node.func.id if isinstance(node.func, ast.Name) else ""
+        if name not in ("min", "max") or self.parsed.resolve(node.func) not in (None, min, max):
+            return None
+        parts = [self._sum(each) for each in node.args]
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
+            return None
+        term = self._term(f"{name}({', '.join(part.text() for part in known)})", *known)
+        if term is None and name == "min" and len(known) == 2:
+            value, cap = known if self._term("", known[1]) is not None else reversed(known)
+            if self._term("", cap) is not None:
+                return Capped(value, cap)
+        return term
+
+    def _extent(self, node: ast.Subscript) -> Sum | None:
+        """``x.shape[0]``."""
+        if not isinstance(node.value, ast.Attribute) or not isinstance(node.slice, ast.Constant):
+            return None
+        array = node.value.value
+        root = self.arrays.get(array.id) if isinstance(array, ast.Name) else None
+        axis = node.slice.value
+        if root is None or not isinstance(axis, int) or axis >= len(root.extents):
+            return None
+        return _sum_of(root.extents[axis])
+
+    # --- statements
+
+    def called(self, parsed: ParsedFunction, given: list[Sum | Capped | Root | None]) -> View:
+        """What is known inside of a function that is called with these."""
+        pairs = list(zip(parsed.parameters, given, strict=True))
+        names = {name: each for name, each in pairs if not isinstance(each, Root)}
+        arrays = {name: each for name, each in pairs if isinstance(each, Root)}
+        leaves = any(isinstance(node, ast.Return) for node in parsed.walk() if node is not parsed.body[-1])
+        return View(self.bounds, parsed, None, names, arrays, self.conditional + leaves)
+
+    def ran(self, node: ast.stmt) -> None:
+        """A statement was written."""
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            self.names[node.targets[0].id] = None if self.conditional else self.value(node.value)
+        elif isinstance(node, ast.If | ast.For | ast.While):
+            self.forget(node)
+
+    def forget(self, node: ast.AST) -> None:
+        """What a statement assigns is not known."""
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+                self.names[inner.id] = None
+
+
+def _sum_of(text: str) -> Sum | None:
+    return Sum.of({}, int(text)) if text.isdigit() else Sum(((text, 1),))
