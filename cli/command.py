@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -154,6 +155,17 @@ class RefusedFlag(click.Option):
             for name in self.refused.names:
                 if name in known:
                     known[name].process = refuse
+
+
+class FiniteRange(click.FloatRange):
+    """A number between two that is one: every comparison with NaN fails, so that a limit of NaN is none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See ``click.FloatRange``."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not finite", param, ctx)
+        return number
 
 
 def parse_size(text: str, flag: str) -> int:

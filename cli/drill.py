@@ -84,7 +84,9 @@ def drill(
         with contextlib.closing(planned.run(starting)) as found:
             for row in found:
                 shown.clear()
-                table.add(row.cells, row.as_dict())
+                values = row.as_dict()
+                lists = {name: value for name, value in values.items() if isinstance(value, list)}
+                table.add(row.cells, values | {name: "; ".join(each) for name, each in lists.items()}, lists)
                 rows.append(row)
     for row in rows:
         for text in (*row.false_reports, *((row.why,) if row.status == "missed" else ())):

@@ -10,9 +10,10 @@ import click
 
 from cli import completion
 from cli import model_options as options
-from cli.command import EngineCommand, Settings, together
+from cli.command import EngineCommand, FiniteRange, Settings, together
 from cli.failures import BAD_INPUT, FAILED
 from cli.golden_output import showing
+from instrumentation.errors import BadInputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +33,7 @@ _device_options = together(
     ),
 )
 _tolerance_option = option(
-    "--tolerance", type=click.FloatRange(min=0), metavar="NMSE", help="Compare by this NMSE, never by bits."
+    "--tolerance", type=FiniteRange(0), metavar="NMSE", help="Compare by this NMSE, never by bits."
 )
 _json_option = option("--json", "as_json", is_flag=True, help="One JSON object.")
 _chunks_option = option(
@@ -243,8 +244,16 @@ def dump(recording: Path, tensors: tuple[str, ...]) -> None:
     """  # noqa: D301
     from refengine.golden.dump import dump as lines  # noqa: PLC0415
     from refengine.golden.session import read_any  # noqa: PLC0415
+    from refengine.golden.tap import matches  # noqa: PLC0415
 
-    for each in read_any(recording):
+    read = list(read_any(recording))
+    names = list(dict.fromkeys(name for each in read for name in each.tensors))
+    # Two logs of nothing would be the same.
+    if tensors and not any(matches(name, tensors) for name in names):
+        raise BadInputError(
+            f"{recording}: no tensor has a name like {', '.join(tensors)}; there are {', '.join(names[:8])} and others"
+        )
+    for each in read:
         for line in lines(each, tensors or ("*",)):
             click.echo(line)
 
@@ -305,10 +314,8 @@ def kld_base(
     "--base", required=True, type=_path, metavar="FILE", help="Base file, of llama-perplexity or kld-base."
 )
 @_chunks_option
-@option("--max-kld", type=click.FloatRange(min=0), metavar="X", help="Exit with 1 above this mean KLD.")
-@option(
-    "--min-same-top", type=click.FloatRange(0, 1), metavar="P", help="Exit with 1 below this same-top rate."
-)
+@option("--max-kld", type=FiniteRange(0), metavar="X", help="Exit with 1 above this mean KLD.")
+@option("--min-same-top", type=FiniteRange(0, 1), metavar="P", help="Exit with 1 below this same-top rate.")
 @_json_option
 @options.batch_options
 @_device_options

@@ -174,6 +174,9 @@ def _value(path: Path, key: str, value: Any, found: _Found) -> Any:
     if wrong or (isinstance(value, list) and not option.multiple):
         wanted = "texts or numbers in a list" if option.multiple else "a text or a number"
         raise BadInputError(f"{path}: {key} is {value!r}; want {wanted}")
+    # No command line has one, and no path may.
+    if any("\0" in each for each in many if isinstance(each, str)):
+        raise BadInputError(f"{path}: {key} is {value!r}; want text without NUL")
     return [str(each) for each in many] if option.multiple else value
 
 

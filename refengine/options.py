@@ -11,7 +11,7 @@ from instrumentation.errors import BadInputError
 from instrumentation.globs import Globs
 from instrumentation.levels import Level
 from instrumentation.reservation import check_nbytes
-from refengine.architectures import DRAFT_BUILDERS
+from refengine.architectures import can_draft
 from refengine.config import MAX_CONTEXT
 from refengine.context_plan import MAX_OUTPUTS, ContextPlan, ContextSettings
 from refengine.errors import UnsupportedModelError
@@ -194,7 +194,7 @@ class EngineOptions:
         plans = [ContextPlan(config, target)]
         if self.spec_type == "none":
             return plans
-        if config.architecture not in DRAFT_BUILDERS or config.hybrid is None or not config.hybrid.n_nextn:
+        if not can_draft(config):
             raise UnsupportedModelError(
                 f"spec_type {self.spec_type}: this model ({config.architecture}) has no MTP head; use spec_type none"
             )

@@ -20,6 +20,13 @@ ROOT = Path(__file__).resolve().parent.parent
 # Compiled kernels stay beside the checkout, so that a second run starts at once.
 os.environ.setdefault("REFENGINE_CACHE_DIR", str(ROOT / ".cache"))
 
+# What somebody set for the commands that they run is nothing that a test asks for.
+_OF_TESTS = ("REFENGINE_CACHE_DIR", "REFENGINE_FUZZ_", "REFENGINE_UPDATE_GOLDEN")
+for _name in [
+    name for name in os.environ if name.startswith("REFENGINE_") and not name.startswith(_OF_TESTS)
+]:
+    del os.environ[_name]
+
 # A run in the background starts with Ctrl-C ignored; tests that press it want what a terminal has.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -24,3 +24,8 @@ DRAFT_BUILDERS: dict[str, Builder] = {
     "qwen35": qwen35_mtp.build,
     "qwen35moe": qwen35_mtp.build,
 }
+
+
+def can_draft(config: ModelConfig) -> bool:
+    """Whether a model has an MTP block."""
+    return config.architecture in DRAFT_BUILDERS and config.hybrid is not None and config.hybrid.n_nextn > 0

@@ -77,7 +77,7 @@ def _stray(scene: Scene, at: int, view: View) -> None:
     """A launch more in the step: it writes one element of ``view``, counted from the first."""
 
     def act(call: Call) -> None:
-        scene.behind("launch", "target", lambda made: scene.caused(made.where("y"), made), _is_stray)
+        scene.before("launch", "target", lambda made: scene.caused(made.where("y"), made), _is_stray)
         scene.target.stream.launch(stray, 1, {"y": view, "at": at})
         del call
 

@@ -10,10 +10,13 @@ from instrumentation.devices import open_device
 from instrumentation.errors import Error, FindingError
 from instrumentation.levels import Level
 from refengine import logs
+from refengine.architectures import can_draft
+from refengine.config import ModelConfig
 from refengine.drill.scene import Report, Scene
 from refengine.drill.verdict import Row
 from refengine.drill.workloads import N_CELLS, N_CLIENTS, WORKLOADS, warm_up
 from refengine.engine import Engine
+from refengine.errors import ComputeError, UnsupportedModelError
 from refengine.gguf_file import GGUFFile
 from refengine.options import EngineOptions
 
@@ -22,7 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from instrumentation.devices.base import Device
-    from refengine.config import ModelConfig
     from refengine.context_plan import ContextPlan
     from refengine.drill.fault import Fault, Plans
     from refengine.drill.workloads import Texts
@@ -95,11 +97,19 @@ class Drill:
     ) -> Generator[Row, None, None]:
         """A row for each fault, in order. ``starting`` is called before each run. Raises what loading raises."""
         with logs.lines(None), GGUFFile.open(self.model) as gguf:
+            self._require_drafts(ModelConfig.from_gguf(gguf))
             Engine(gguf, self._options({}, Level.OFF, "text")).close()
         for fault in self.faults:
             with logs.lines(None):
                 row = self._row(fault, starting)
             yield row
+
+    def _require_drafts(self, config: ModelConfig) -> None:
+        if not can_draft(config):
+            raise UnsupportedModelError(
+                f"{self.model}: this model ({config.architecture}) has no MTP head, whose drafts a drill needs; "
+                "give one that has, such as the default model"
+            )
 
     def _row(self, fault: Fault, starting: Callable[[Fault, Level], None]) -> Row:
         reason = fault.not_on.get(self.kind)
@@ -120,11 +130,15 @@ class Drill:
             false += self._twin(fault, level)
             outcome = self._ran(fault, level, planted=True)
             codes = {fault.code} | (fault.otherwise if self.only is not None else set())
-            mine = [report for report in outcome.reports if report.code in codes]
             known = {fault.code} | fault.consequences | fault.otherwise
-            others = [report for report in outcome.reports if report.code not in known]
+            # What is said before the bad thing happens is not about it, whatever its code.
+            caused = [report for report in outcome.reports if report.distance is not None]
+            mine = [report for report in caused if report.code in codes]
+            others = [
+                report for report in outcome.reports if report not in caused or report.code not in known
+            ]
             false += [f"{level}: {report.code} {report.check}, {report.place}" for report in others]
-            if outcome.broken:
+            if outcome.broken or (not mine and level >= fault.level):
                 break
             if mine:
                 first = mine[0]
@@ -171,8 +185,9 @@ class Drill:
                 fault.plant(scene)
             texts += WORKLOADS[fault.workload](engine)
         except Error as error:
-            scene.failed(error)
-            if not planted:
+            # Numbers that a fault made are the request's own error, whether or not their cause was found.
+            explained = scene.failed(error) or isinstance(error, ComputeError)
+            if not planted or not explained:
                 broken.append(f"{scene.phase}: {error}")
         except Exception as error:  # noqa: BLE001 - a crash is what the drill looks for
             broken.append(f"{type(error).__name__}: {error}")
@@ -206,8 +221,8 @@ class Drill:
             scene.phase = phase
             try:
                 end()
-            except FindingError:
-                pass  # reported, by whoever raised it
+            except FindingError as error:
+                scene.failed(error)
             except Exception as error:  # noqa: BLE001 - a crash is what the drill looks for
                 broken.append(f"{phase}: {type(error).__name__}: {error}")
         left = engine.allocator.snapshot().reserved

@@ -225,12 +225,14 @@ class Scene:
         distance = None if self._cause is None else self._distance(self._cause, at, finding)
         self.reports.append(Report(finding.code, finding.kind, self._place(finding), distance, finding))
 
-    def failed(self, error: BaseException) -> None:
-        """A request, or loading, ended in an error: those with a code in its chain are reports."""
+    def failed(self, error: BaseException) -> bool:
+        """A request, or loading, ended in an error: those with a code in its chain are reports. Whether one has."""
         known = {id(report.finding) for report in self.reports}
+        explained = False
         each: BaseException | None = error
         while each is not None:
             finding, code = getattr(each, "finding", None), getattr(each, "code", None)
+            explained = explained or isinstance(finding, Finding) or isinstance(code, str)
             if isinstance(finding, Finding) and id(finding) not in known:
                 place = f"kernel {finding.kernel}" if finding.kernel is not None else self.phase
                 self.reports.append(Report(finding.code, finding.kind, place, self._now(), finding))
@@ -238,6 +240,7 @@ class Scene:
                 what = f"reservation of {getattr(each, 'name', '')} of {getattr(each, 'owner', '')}"
                 self.reports.append(Report(code, "error of the request", what, self._now()))
             each = each.__cause__
+        return explained
 
     def _now(self) -> int | None:
         return None if self._cause is None else max(0, self._last - self._cause)

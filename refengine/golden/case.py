@@ -132,20 +132,39 @@ def require_room(folders: Iterable[Path], *, overwrite: bool) -> None:
 
 
 def write(recording: Recording, folder: Path, *, overwrite: bool = False) -> None:
-    """Write a case. What is at ``folder`` is replaced as a whole, or with ``overwrite`` False refused."""
+    """Write a case. What is at ``folder`` is replaced as a whole, or with ``overwrite`` False refused.
+
+    Raises ``BadInputError``, also when it cannot be written; what was there is there then.
+    """
     require_room([folder], overwrite=overwrite)
     folder.parent.mkdir(parents=True, exist_ok=True)
+    folder = folder.resolve()  # a link stays one
     made = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(made, ignore_errors=True)
     try:
         made.mkdir()
         write_arrays(made / ARRAYS, recording.tensors)
         (made / CASE).write_text(_as_json(recording), encoding="utf-8")
-        if folder.exists():
-            shutil.rmtree(folder)
-        made.rename(folder)
+        _exchange(made, folder)
+    except OSError as error:
+        raise BadInputError(f"{folder}: cannot be written: {error.strerror or error}") from None
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _exchange(made: Path, folder: Path) -> None:
+    """Put ``made`` where ``folder`` is: the one that was there goes when the other has come, and else it stays."""
+    if not folder.exists():
+        made.rename(folder)
+        return
+    former = made.with_name(f"{made.name}.former")
+    folder.rename(former)
+    try:
+        made.rename(folder)
+    except BaseException:
+        former.rename(folder)
+        raise
+    shutil.rmtree(former, ignore_errors=True)
 
 
 def _as_json(recording: Recording) -> str:

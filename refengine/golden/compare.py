@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from instrumentation.errors import BadInputError
 from refengine.golden.case import layer_of, nmse
 
 if TYPE_CHECKING:
@@ -142,8 +143,10 @@ def compare(
 
     ``exact``: bits; otherwise the NMSE that ``wanted`` allows each tensor, or ``tolerance`` for all; whole numbers are
     compared exactly. Of arrays with unequal numbers of rows the last ones are compared. ``shared_only``: a tensor that
-    one of them lacks is no difference.
+    one of them lacks is no difference. Raises ``BadInputError`` for a ``tolerance`` that is negative or not finite.
     """
+    if tolerance is not None and not 0 <= tolerance < inf:
+        raise BadInputError(f"tolerance is {tolerance}; give a finite NMSE of 0 or more")
     differences: list[Difference] = []
     agreed: list[str] = []
     for name, array in wanted.tensors.items():

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from instrumentation.errors import BadInputError
 from refengine.config import MAX_CONTEXT, MAX_VOCAB
 from refengine.errors import ComputeError
 from refengine.golden.files import GoldenFileError
@@ -177,13 +178,21 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
+def _unwritable(path: Path, error: OSError) -> BadInputError:
+    return BadInputError(f"{path}: cannot be written: {error.strerror or error}")
+
+
 @contextmanager
 def writing(path: Path, layout: Layout, tokens: Array) -> Iterator[Callable[[npt.NDArray[np.float32]], None]]:
     """Write a base file: what is yielded takes logits [n, n_vocab], row after row of each chunk in turn.
 
-    The file appears at ``path`` when all of them came; otherwise none does.
+    The file appears at ``path`` when all of them came; otherwise none does. Raises ``BadInputError`` when none can.
     """
     assert tokens.shape == (layout.n_chunk, layout.n_ctx), (tokens.shape, layout)
+    # A device or a pipe would be replaced by the file, and a link is to stay one.
+    if path.exists() and not path.is_file():
+        raise BadInputError(f"{path} is no regular file; give the name of one")
+    path = path.resolve()
     made = path.with_name(f".{path.name}.{os.getpid()}")
     count = 0
     try:
@@ -201,5 +210,7 @@ def writing(path: Path, layout: Layout, tokens: Array) -> Iterator[Callable[[npt
             yield write
         assert count == layout.n_chunk * layout.n_row, f"{count} rows of {layout}"
         made.replace(path)
+    except OSError as error:
+        raise _unwritable(path, error) from None
     finally:
         made.unlink(missing_ok=True)

@@ -208,14 +208,13 @@ def _with_states(steps: list[Step], context: Context) -> list[Step]:
 
 def drafts_if_it_can(model: str | os.PathLike[str]) -> str:
     """The ``spec_type`` of a model: with drafts where it has an MTP block."""
-    from refengine.architectures import DRAFT_BUILDERS  # noqa: PLC0415
+    from refengine.architectures import can_draft  # noqa: PLC0415
     from refengine.config import ModelConfig  # noqa: PLC0415
     from refengine.gguf_file import GGUFFile  # noqa: PLC0415
 
     with GGUFFile.open(resolve_model(model)) as gguf:
         config = ModelConfig.from_gguf(gguf)
-    can = config.architecture in DRAFT_BUILDERS and config.hybrid is not None and config.hybrid.n_nextn
-    return "draft-mtp" if can else "none"
+    return "draft-mtp" if can_draft(config) else "none"
 
 
 def again(recording: Recording) -> Request:

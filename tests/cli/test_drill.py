@@ -69,6 +69,12 @@ def test_json_is_one_list(drill):
     }  # fmt: skip
 
 
+def test_csv_has_texts_where_json_has_lists(drill):
+    result = drill(*named("lease-over"), "-o", "csv", "-q")
+    [row] = csv.DictReader(io.StringIO(result.stdout))
+    assert (row["tried"], row["false_reports"], row["why"]) == ("off; guard; audit", "", "")
+
+
 def test_the_list_has_every_code_and_loads_nothing(run):
     result = run("drill", "--list", "-o", "csv", "-m", "no/such/file.gguf")
     assert result.exit_code == 0
@@ -86,7 +92,10 @@ def test_the_list_has_every_code_and_loads_nothing(run):
         (named("zzz"), "fault 'zzz' is unknown; known are failed-reservation-dropped, "),
         (["--level", "full"], "check level 'full' is unknown; use one of off, guard, audit, trap"),
         (["-o", "xml"], "'xml' is not one of 'md', 'csv', 'json'"),
-        (["-m", DATA / "llama.gguf"], "has no MTP head"),
+        (
+            ["-m", DATA / "llama.gguf"],
+            "this model (llama) has no MTP head, whose drafts a drill needs; give one",
+        ),
         (["--device", "tpu"], "tpu"),
     ],
 )

@@ -173,6 +173,16 @@ def test_bad_usage_is_one_line_and_2(golden, recorded, one_line, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("command", "limit", "bad"),
+    [("diff", "--tolerance", "nan"), ("diff", "--tolerance", "inf"), ("check", "--tolerance", "nan"),
+     ("kld", "--max-kld", "nan"), ("kld", "--min-same-top", "nan")],
+)  # fmt: skip
+def test_a_limit_that_is_no_number_is_refused(golden, one_line, tmp_path, command, limit, bad):
+    given = ("--base", tmp_path) if command == "kld" else (tmp_path,) * (1 + (command == "diff"))
+    assert f"{bad} is not finite" in one_line(golden(command, *given, limit, bad), 2)
+
+
 def test_findings_of_the_engine_end_with_1(golden, recorded, monkeypatch):
     def leaking(self, wanted, model, **options):
         engine = self.engine(model, n_ctx=64)
@@ -185,6 +195,11 @@ def test_findings_of_the_engine_end_with_1(golden, recorded, monkeypatch):
     assert result.stdout == "a: ok, 1 tensors (bits)\n"
     assert "MEM006" in result.stderr
     assert result.stderr.endswith("1 finding\n")
+
+
+def test_a_dump_of_nothing_is_refused(golden, recorded, one_line):
+    text = one_line(golden("dump", recorded / "a", "--tensors", "l_oot-*"), 2)
+    assert "no tensor has a name like l_oot-*; there are inp_embd, " in text
 
 
 def test_dumps_can_be_diffed(golden, recorded):

@@ -101,6 +101,7 @@ REFUSED = {
     "truth for a number": ("seed = true\n", "seed is True; want a text or a number"),
     "list for one": ("seed = [1, 2]\n", "seed is [1, 2]; want a text or a number"),
     "date": ("seed = 2026-01-01\n", "want a text or a number"),
+    "NUL": ('report = "a\\u0000b"\n', "report is 'a\\x00b'; want text without NUL"),
     "wrong list": ("override-kv = [1, [2]]\n", "want texts or numbers in a list"),
     "wrong type": ('seed = "x"\n', "'x' is not a valid integer. (from "),
     "no TOML": ("seed = = 1\n", "is no TOML"),

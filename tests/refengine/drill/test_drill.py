@@ -9,8 +9,10 @@ import pytest
 from engines import DATA
 
 from instrumentation.catalogue import CATALOGUE
+from instrumentation.devices.monitor import AccessMonitor
 from instrumentation.devices.registry import HandleRegistry
 from instrumentation.errors import BadInputError
+from instrumentation.happens_before.detector import RaceDetector
 from instrumentation.levels import Level
 from refengine.drill import FAULTS, Drill, Fault, fault_of, faults_of, running
 from refengine.errors import ComputeError, UnsupportedModelError
@@ -79,7 +81,7 @@ class TestWhatIsNotFound:
         monkeypatch.setattr(HandleRegistry, "problem", lambda *_: None)
         [row] = run("stream-overwritten")
         assert row.status == "missed"
-        assert row.why == "no STR001 at guard, audit, trap"
+        assert (row.tried, row.why) == (("guard",), "no STR001 at guard")
         assert not row.ok
 
     def test_an_engine_that_crashes_is_a_miss(self):
@@ -89,6 +91,47 @@ class TestWhatIsNotFound:
         fault = replace(fault_of("wait-left-out"), plant=plant)
         [row] = Drill(MODEL, [fault], device="host", threads=1).run()
         assert (row.status, row.why, row.tried) == ("missed", "ZeroDivisionError: planted", ("off",))
+
+    @pytest.mark.parametrize(
+        ("of", "check", "name"),
+        [
+            (AccessMonitor, "check", "view-of-an-evicted-layout"),
+            (AccessMonitor, "_require_in_place", "replay-of-another-plan"),
+            (RaceDetector, "check_host", "logits-read-early"),
+        ],
+    )
+    def test_so_is_any_other(self, monkeypatch: pytest.MonkeyPatch, of: type, check: str, name: str):
+        monkeypatch.setattr(of, check, lambda *_: None)
+        [row] = run(name)
+        assert (row.status, row.found) == ("missed", "")
+        assert row.tried[-1] == fault_of(name).found_at
+
+    def test_a_level_that_must_find_it_and_does_not_is_a_miss(self):
+        fault = replace(fault_of("wait-left-out"), level=Level.GUARD)
+        [row] = Drill(MODEL, [fault], device="host", threads=1).run()
+        assert (row.status, row.tried, row.why) == ("missed", ("off", "guard"), "no OWN012 at off, guard")
+
+    def test_what_is_reported_without_a_cause_is_a_false_report(self):
+        def plant(scene: Scene) -> None:
+            event = scene.engine.device.create_event(owner=scene.target.owner, name="other")
+            event.destroy()
+            scene.target.stream.record(event)
+
+        fault = replace(fault_of("event-destroyed"), plant=plant)
+        [row] = Drill(MODEL, [fault], device="host", threads=1).run()
+        assert row.status == "missed"
+        assert row.false_reports == ("off: STR001 bad stream or event, record other on target",)
+
+    def test_an_error_that_is_no_requests_own_is_a_miss(self):
+        usual = fault_of("event-destroyed").plant
+
+        def plant(scene: Scene) -> None:
+            usual(scene)
+            raise BadInputError("planted")
+
+        fault = replace(fault_of("event-destroyed"), plant=plant)
+        [row] = Drill(MODEL, [fault], device="host", threads=1).run()
+        assert (row.status, row.why) == ("missed", "the step behind the plant: planted")
 
     def test_an_interrupt_ends_the_drill_and_gives_everything_back(self):
         engines = []

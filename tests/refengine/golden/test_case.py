@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -95,6 +97,29 @@ def test_a_directory_is_replaced_as_a_whole_or_not_at_all(folder):
     other.mkdir()
     with pytest.raises(BadInputError, match="is no recording"):
         case.write(FULL, other, overwrite=True)
+    assert [entry.name for entry in folder.parent.iterdir() if entry.name.startswith(".")] == []
+
+
+def test_a_link_to_a_case_stays_one(folder):
+    link = folder.parent / "link"
+    link.symlink_to(folder.name)
+    case.write(of({"x": np.float32([1])}), link, overwrite=True)
+    assert link.is_symlink()
+    assert list(case.read(folder).tensors) == ["x"]
+
+
+def test_a_case_that_cannot_be_replaced_stays(folder, monkeypatch):
+    usual = Path.rename
+
+    def full(self, target):
+        if target == folder and not self.name.endswith(".former"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return usual(self, target)
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(BadInputError, match=f"{folder}: cannot be written: No space left on device"):
+        case.write(of({"x": np.float32([1])}), folder, overwrite=True)
+    assert case.read(folder).tensors.keys() == FULL.tensors.keys()
     assert [entry.name for entry in folder.parent.iterdir() if entry.name.startswith(".")] == []
 
 

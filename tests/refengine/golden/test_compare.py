@@ -62,6 +62,12 @@ def test_tolerance_is_per_tensor_and_whole_numbers_are_exact():
     assert not index.same
 
 
+@pytest.mark.parametrize("tolerance", [float("nan"), float("inf"), -1.0])
+def test_a_tolerance_that_allows_anything_is_refused(tolerance):
+    with pytest.raises(BadInputError, match=f"tolerance is {tolerance}; give a finite NMSE of 0 or more"):
+        compare(of({"x": f32(1)}), of({"x": f32(2)}), exact=False, tolerance=tolerance)
+
+
 def test_values_that_are_not_finite_must_agree():
     for seen, want in ((np.nan, 1), (1, np.nan), (np.inf, -np.inf), (np.inf, np.nan)):
         result = compare(of({"x": f32(1, seen)}), of({"x": f32(1, want)}), exact=False, tolerance=1e9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import struct
 
 import numpy as np
@@ -96,6 +97,29 @@ def test_an_unfinished_file_does_not_appear(tmp_path):
     ):
         raise RuntimeError("on purpose")
     assert list(tmp_path.iterdir()) == []
+
+
+def _write(path):
+    layout = Layout(4, 5, 1)
+    with writing(path, layout, np.zeros((1, 4), np.int32)) as write:
+        write(np.zeros((layout.n_row, 5), np.float32))
+
+
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path):
+        with pytest.raises(BadInputError, match=f"{path} is no regular file"):
+            _write(path)
+    assert pipe.is_fifo()
+    with pytest.raises(BadInputError, match=f"{tmp_path}/none/base: cannot be written: No such file"):
+        _write(tmp_path / "none" / "base")
+    link = tmp_path / "link"
+    link.symlink_to("base")
+    _write(link)
+    assert link.is_symlink()
+    assert KldBase.open(tmp_path / "base").layout.n_chunk == 1
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["base", "link", "pipe"]
 
 
 def test_equal_logits_have_no_scale():
