@@ -79,13 +79,10 @@ def _sections(entry: Entry, report: str | None) -> Iterator[tuple[str, str, str]
     if note:
         yield "", note, ""
     yield "Cure", entry.cure, ""
-    if entry.sketch:
-        yield "In short", entry.sketch, "python"
-    else:
-        module = f"instrumentation.catalogue_programs.{catalogue_source.path(entry.code, 'bad').stem}"
-        source = catalogue_source.source(entry.code, "bad").strip()
-        yield f"A program that causes it (python -m {module})", source, "python"
-        yield "Repaired", catalogue_source.repair(entry.code), "diff"
+    module = f"instrumentation.catalogue_programs.{catalogue_source.path(entry.code, 'bad').stem}"
+    source = catalogue_source.source(entry.code, "bad").strip()
+    yield f"A program that causes it (python -m {module})", source, "python"
+    yield "Repaired", catalogue_source.repair(entry.code), "diff"
     if report is not None:
         yield "What this version reports", report, "text"
 
@@ -139,12 +136,6 @@ def _table(entries: Sequence[Entry]) -> list[str]:
 def _as_json(entry: Entry, report: str | None) -> dict[str, Any]:
     from instrumentation import catalogue, catalogue_source  # noqa: PLC0415 - as above
 
-    program = None
-    if not entry.sketch:
-        program = {
-            "bad": catalogue_source.source(entry.code, "bad"),
-            "fixed": catalogue_source.source(entry.code, "fixed"),
-        }
     return {
         "code": entry.code,
         "title": entry.title,
@@ -154,6 +145,5 @@ def _as_json(entry: Entry, report: str | None) -> dict[str, Any]:
         "cure": entry.cure,
         "reported": entry.code not in catalogue.NOT_REPORTED,
         "note": catalogue.status(entry.code),
-        "program": program,
-        "sketch": entry.sketch or None,
+        "program": {kind: catalogue_source.source(entry.code, kind) for kind in ("bad", "fixed")},
     } | ({"report": report} if report is not None else {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,8 +19,6 @@ class Entry:
     level: Level | None
     meaning: str
     cure: str
-    #: the mistake in a few lines, for a code that has no program in ``catalogue_programs`` yet
-    sketch: str = ""
     switch: str = ""
 
     def __post_init__(self) -> None:
@@ -33,7 +30,6 @@ class Entry:
         # Entries are written as indented blocks; here the indentation and the line breaks go.
         object.__setattr__(self, "meaning", " ".join(self.meaning.split()))
         object.__setattr__(self, "cure", " ".join(self.cure.split()))
-        object.__setattr__(self, "sketch", textwrap.dedent(self.sketch).strip("\n"))
 
     @property
     def found_by(self) -> str:

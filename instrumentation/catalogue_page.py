@@ -45,11 +45,8 @@ def _table(entries: list[Entry]) -> list[str]:
 def _section(entry: Entry) -> str:
     parts = [f"## {entry.code}", f"**{entry.title}**, found at {entry.found_by}. {entry.meaning}"]
     parts.append(" ".join(text for text in (f"Cure: {entry.cure}", catalogue.status(entry.code)) if text))
-    if entry.sketch:
-        parts += ["In short:", _block("python", entry.sketch)]
-    else:
-        parts.append(_block("python", catalogue_source.source(entry.code, "bad")))
-        parts += ["Repaired:", _block("diff", catalogue_source.repair(entry.code))]
+    parts.append(_block("python", catalogue_source.source(entry.code, "bad")))
+    parts += ["Repaired:", _block("diff", catalogue_source.repair(entry.code))]
     return "\n\n".join(parts)
 
 

@@ -23,7 +23,7 @@ def test_every_code_is_explained(run, code):
     assert shown.startswith(f"{code} {found.title}: found at {found.found_by} {found.meaning}")
     assert f"Cure: {found.cure}" in shown
     assert ("This version does not report it yet." in shown) == (code in NOT_REPORTED)
-    for line in (found.sketch or catalogue_source.source(code, "bad")).splitlines():
+    for line in catalogue_source.source(code, "bad").splitlines():
         assert f"    {line}".rstrip() in result.stdout
     assert "\x1b" not in result.stdout
 
@@ -55,7 +55,8 @@ def test_json_has_everything(run):
         found = CATALOGUE[each["code"]]
         assert (each["title"], each["meaning"], each["cure"]) == (found.title, found.meaning, found.cure)
         assert each["reported"] == (each["code"] not in NOT_REPORTED)
-        assert (each["program"] is None) != (each["sketch"] is None)
+        for kind in ("bad", "fixed"):
+            assert each["program"][kind] == catalogue_source.source(each["code"], kind)
         assert "report" not in each
     [one] = json.loads(run("explain", "num001", "--json").stdout)
     assert (one["level"], one["found_by"]) == (None, "--check-numerics")

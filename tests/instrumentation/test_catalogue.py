@@ -15,7 +15,6 @@ from instrumentation.levels import Level
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORTED = [code for code in CATALOGUE if code not in NOT_REPORTED]
-WITH_PROGRAM = [code for code in CATALOGUE if not CATALOGUE[code].sketch]
 
 
 def constructed(tree):
@@ -56,10 +55,9 @@ class TestWhatIsReported:
 
 
 class TestPrograms:
-    def test_every_code_has_a_program_with_its_twin_or_a_sketch(self):
-        names = {f"{code.lower()}_{kind}.py" for code in WITH_PROGRAM for kind in ("bad", "fixed")}
+    def test_every_code_has_a_program_with_its_twin(self):
+        names = {f"{code.lower()}_{kind}.py" for code in CATALOGUE for kind in ("bad", "fixed")}
         assert {file.name for file in catalogue_source.FOLDER.glob("*.py")} == names | {"__init__.py"}
-        assert set(REPORTED) <= set(WITH_PROGRAM)
 
     @pytest.mark.parametrize("code", REPORTED)
     def test_a_program_is_reported_first_as_its_code(self, code):
@@ -85,7 +83,7 @@ class TestPrograms:
         assert outcome.findings == ()
         assert outcome.error is None
 
-    @pytest.mark.parametrize("code", WITH_PROGRAM)
+    @pytest.mark.parametrize("code", CATALOGUE)
     def test_programs_are_minimal_and_name_their_level(self, code):
         found = CATALOGUE[code]
         for kind in ("bad", "fixed"):
@@ -95,7 +93,7 @@ class TestPrograms:
             if "Level." in text and found.level not in (None, Level.OFF):
                 assert f"level=Level.{found.level.name}" in text
 
-    @pytest.mark.parametrize("code", WITH_PROGRAM)
+    @pytest.mark.parametrize("code", CATALOGUE)
     def test_the_repair_turns_the_program_into_its_twin(self, code):
         repair = catalogue_source.repair(code).splitlines()
         bad, fixed = (catalogue_source.source(code, kind).splitlines() for kind in ("bad", "fixed"))
@@ -107,11 +105,6 @@ class TestPrograms:
             fixed.remove(line)
         assert sorted(bad) == sorted(fixed)
         assert 1 <= len(taken) + len(given) <= 16
-
-    @pytest.mark.parametrize("code", [code for code in CATALOGUE if CATALOGUE[code].sketch])
-    def test_sketches_are_code(self, code):
-        compile(CATALOGUE[code].sketch, code, "exec")
-        assert not CATALOGUE[code].sketch.startswith((" ", "\n"))
 
     def test_a_program_that_is_broken_is_not_taken_for_one_that_reports(self, monkeypatch):
         monkeypatch.setattr(catalogue_source, "source", lambda *_: "findings = None\nundefined")
