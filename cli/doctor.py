@@ -12,7 +12,7 @@ from cli.command import EngineCommand
 from cli.failures import FAILED
 
 if TYPE_CHECKING:
-    from cli.health import Check
+    from cli.health_check import Check
 
 
 @click.command(cls=EngineCommand, short_help="Show versions, devices and what is missing.")

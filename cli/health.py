@@ -6,20 +6,18 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 from cli.command import count_bytes
 from cli.failures import one_line
+from cli.health_check import Check
+from cli.health_cuda import cuda_checks
 from refengine import __version__
 from refengine.models import KNOWN_MODELS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-#: ``missing``: something optional is not there; ``failed``: the host device does not work
-State: TypeAlias = Literal["ok", "missing", "failed"]
 
 PACKAGES = (
     "numba",
@@ -36,26 +34,8 @@ PACKAGES = (
 OURS = ("cli", "refengine", "instrumentation")
 
 
-@dataclass(frozen=True)
-class Check:
-    """One thing that was looked at."""
-
-    group: str
-    name: str
-    state: State
-    detail: str
-    #: what to do, when something is not as it should be
-    cure: str = ""
-
-    def __post_init__(self) -> None:
-        assert self.name, self
-        assert self.state == "ok" or self.cure, self
-
-
 def examine() -> list[Check]:
     """Look at everything. Nothing here raises: what fails is a check that failed."""
-    from cli.health_cuda import cuda_checks  # noqa: PLC0415
-
     return [
         *_package_checks(), *_origin_checks(), *_host_checks(), *cuda_checks(), *_model_checks(),
     ]  # fmt: skip

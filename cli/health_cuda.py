@@ -6,7 +6,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from cli.failures import one_line
-from cli.health import Check
+from cli.health_check import Check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

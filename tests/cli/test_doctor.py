@@ -11,7 +11,8 @@ import cuda.bindings
 import pytest
 
 from cli import health, health_cuda
-from cli.health import OURS, PACKAGES, Check
+from cli.health import OURS, PACKAGES
+from cli.health_check import Check
 
 
 @pytest.fixture(scope="module")
