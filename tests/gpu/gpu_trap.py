@@ -1,20 +1,17 @@
-"""Level trap on the GPU: planted faults and their twins, every kernel checked against plain, small models."""
+"""Level trap on the GPU: planted faults and their twins, and small models whose bits must be those of off."""
 
 # No "from __future__ import annotations": the types of a kernel's parameters are read at run time.
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engines import DATA, same_bits
-from gguf import GGMLQuantizationType
+from engines import DATA, PAIRS, same_bits
 from gpu_models import DRAFTS, OPTIONS
 from gpu_prepared import folder
 from gpu_report import Report
-from kernel_cases import cases
 from numba import cuda, float32
 from planted_faults import PLANTED, N, Planted
 from planted_kernels import line_at, shifted
@@ -23,29 +20,13 @@ from trap_world import World
 sys.path.append(str(Path(__file__).resolve().parent.parent.parent))
 
 import refengine
-from benchmarks.attention import attention_launches, delta_launch
-from benchmarks.products import OWNER, Place, measure
-from instrumentation.allocator import Allocator
 from instrumentation.devices.cuda import CudaDevice
-from instrumentation.findings import Finding, FindingLog
-from instrumentation.kernel import Kernel, kernel
+from instrumentation.findings import Finding
+from instrumentation.kernel import kernel
 from instrumentation.kernel.types import f32_1d, i32
-from instrumentation.levels import Level
-from instrumentation.reservation import BufferRequest
-from refengine.kernels import NORM_WARPS, elementwise, norm
 
-#: one of each architecture, and quantised ones
-TRAP_MODELS = ("llama", "qwen35", "qwen35moe", "qwen3", "qwen35-Q4_K_M", "llama-Q4_1")
-#: what every kernel is to keep within
-LIMIT = 2.4
-ROUNDS, REPEATS = 5, 20
-#: how plain kernels run, and checked ones: where the host knows what is written, and where all shadows are looked up
-PLAIN, KNOWN, SHADOWS = "plain", "known", "shadows"
-FORMS = (PLAIN, KNOWN, SHADOWS)
-#: of a 0.8B model
-PRODUCT_TYPES = (GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q4_1, GGMLQuantizationType.F16)
-PRODUCT_SHAPES = ((1024, 3584), (3584, 1024), (32768, 1024))
-PRODUCT_ROWS = (1, 8)
+#: while drafts are verified
+DRAFT_MODELS: list[tuple[str, dict[str, Any]]] = [("qwen35", DRAFTS | {"n_slots": 2})]
 
 
 @kernel(block=32)
@@ -204,154 +185,16 @@ def _flood(report: Report) -> None:
     report.check("millions of bad accesses", seen == wanted, f"{seconds:.2f} s {seen}")
 
 
-# --- kernels
-
-
-class Timed:
-    """A device in one of ``FORMS``."""
-
-    def __init__(self, form: str) -> None:
-        self.device = CudaDevice()
-        self.findings = FindingLog()
-        level = Level.AUDIT if form == PLAIN else Level.TRAP
-        self.allocator = Allocator(self.device, level=level, findings=self.findings)
-        self.device.watch(self.allocator)
-        if form == SHADOWS:
-            # Who does not know that nothing is freed under a launch looks at every shadow.
-            self.allocator.watch_frees(None)
-        self.stream = self.device.create_stream(owner=OWNER, name="timed")
-        self._seen = 0
-
-    def found(self) -> list[Finding]:
-        """Findings since the last call."""
-        new = list(self.findings)[self._seen :]
-        self._seen += len(new)
-        return new
-
-    def run(
-        self, made: Kernel, grid: Any, arguments: dict[str, Any], repeats: int
-    ) -> tuple[dict[str, Any], float]:
-        """What one launch writes, and microseconds of one of ``repeats`` in a replayed graph."""
-        arrays = {name: value for name, value in arguments.items() if isinstance(value, np.ndarray)}
-        requests = [BufferRequest(max(1, a.nbytes), OWNER, name) for name, a in arrays.items()]
-        size = self.allocator.arena_size(requests)
-        arena = self.allocator.reserve_arena(size, owner=OWNER, name="operands").unwrap()
-        views = {}
-        for request, (name, array) in zip(requests, arrays.items(), strict=True):
-            buffer = arena.reserve(request.nbytes, owner=OWNER, name=name).unwrap()
-            views[name] = buffer.view(array.dtype, array.shape)
-            if array.nbytes:
-                self.stream.copy_in(views[name], np.ascontiguousarray(array))
-        self.stream.launch(made, grid, {**arguments, **views})
-        outputs = {name: np.empty_like(arrays[name]) for name in sorted(made.writes)}
-        for name, array in outputs.items():
-            self.stream.copy_out(array, views[name])
-        self.stream.synchronize()
-        self.stream.begin_capture()
-        for _ in range(repeats):
-            self.stream.launch(made, grid, {**arguments, **views})
-        graph = self.stream.end_capture(made.name)
-        times = []
-        for _ in range(ROUNDS):
-            started = time.perf_counter()
-            self.stream.replay(graph)
-            self.stream.synchronize()
-            times.append(time.perf_counter() - started)
-        graph.destroy()
-        for view in views.values():
-            view.buffer.free()
-        arena.release()
-        return outputs, min(times) / repeats * 1e6
-
-
-def kernels(report: Report) -> None:
-    """One row a case of every kernel: bits and times; then a summary of the ratios."""
-    timed = {form: Timed(form) for form in FORMS}
-    print("| kernel | same bits | plain us | checked | with all shadows | findings |")
-    print("|---|---|---|---|---|---|")
-    ratios: list[tuple[float, str]] = []
-    for case in cases():
-        name = case.kernel.name
-        with report.part(name):
-            ran = {form: t.run(case.kernel, case.grid, case.arguments, REPEATS) for form, t in timed.items()}
-            plain, us = ran[PLAIN]
-            same = all(o[key].tobytes() == plain[key].tobytes() for o, _ in ran.values() for key in plain)
-            found = [(f.code, f.argument) for t in timed.values() for f in t.found()]
-            known, shadows = (ran[form][1] / us for form in (KNOWN, SHADOWS))
-            ratios.append((known, name))
-            report.count(f"trap {name}", same and not found)
-            print(
-                f"|{name}|{'y' if same else 'NO'}|{us:.2f}|{known:.2f}|{shadows:.2f}|{found[:3] or ''}|",
-                flush=True,
-            )
-    ratios.sort(reverse=True)
-    print(
-        f"{sum(r <= LIMIT for r, _ in ratios)} of {len(ratios)} cases within {LIMIT}; the slowest: {ratios[:8]}"
-    )
-
-
-def large_launches() -> Iterator[tuple[str, Kernel, Any, dict[str, Any]]]:
-    """Launches but for products at sizes of a 0.8B model: what they are, kernel, grid, arguments."""
-    rng = np.random.default_rng(0)
-
-    def normal(*shape: int) -> Any:
-        return rng.standard_normal(shape).astype(np.float32)
-
-    for n_positions in (1024, 4096):
-        for made, grid, arguments in attention_launches(rng, "f16", 256, n_positions, wide=True):
-            yield f"{n_positions} positions", made, grid, arguments
-    for n_rows in (1, 512):
-        made, grid, arguments = delta_launch(rng, 128, n_rows, wide=True)
-        yield f"{n_rows} rows", made, grid, arguments
-    for n_rows in (1, 512):
-        x = normal(n_rows, 1024)
-        for warps in NORM_WARPS:
-            arguments = {"x": x, "weight": normal(1024), "y": np.zeros_like(x), "eps": 1e-5}
-            yield f"{n_rows} rows", norm.rms_norm(warps), (n_rows,), arguments
-        n = n_rows * 3584
-        arguments = {"gate": normal(n), "up": normal(n), "y": np.zeros(n, np.float32)}
-        yield f"{n_rows} rows", elementwise.swiglu, (-(-n // elementwise.SPAN),), arguments
-
-
-def large(report: Report) -> None:
-    """Times at sizes that matter, checked against plain."""
-    timed = {form: Timed(form) for form in FORMS}
-    rows: list[tuple[float, str]] = []
-
-    def row(name: str, size: str, times: list[float], same: str) -> None:
-        plain, known, shadows = times
-        rows.append((known / plain, f"{name} {size}"))
-        print(f"|{name}|{size}|{plain:.1f}|{known / plain:.2f}|{shadows / plain:.2f}|{same}|", flush=True)
-
-    print("| kernel | size | plain us | checked | with all shadows | same bits |")
-    print("|---|---|---|---|---|---|")
-    for size, made, grid, arguments in large_launches():
-        with report.part(f"{made.name} {size}"):
-            ran = [timed[form].run(made, grid, arguments, REPEATS) for form in FORMS]
-            same = all(o[key].tobytes() == ran[0][0][key].tobytes() for o, _ in ran for key in o)
-            report.count(f"large {made.name} {size}", same)
-            row(made.name, size, [us for _, us in ran], "y" if same else "NO")
-    places = [Place(t.device, t.allocator, t.stream) for t in timed.values()]
-    for kind in PRODUCT_TYPES:
-        for n_out, n_in in PRODUCT_SHAPES:
-            for n_rows in PRODUCT_ROWS:
-                size = f"{n_out}x{n_in}, {n_rows} rows"
-                with report.part(f"{kind.name} {size}"):
-                    measured = [measure(place, kind, n_out, n_in, n_rows, None) for place in places]
-                    row(measured[0][0], size, [seconds * 1e6 for _, seconds, _ in measured], "")
-    slow = sorted((r for r in rows if r[0] > LIMIT), reverse=True)
-    found = [(f.code, f.kernel, f.argument) for t in timed.values() for f in t.findings]
-    report.check("no finding", not found, found[:5])
-    print(f"{len(rows) - len(slow)} of {len(rows)} within {LIMIT}; slower: {slow}")
-
-
 # --- models
 
 
-def _outputs(name: str, check: str, **options: Any) -> tuple[Any, Any, list[int], list[str], float]:
+def outputs(
+    name: str, check: str, device: Any = "cuda", **options: Any
+) -> tuple[Any, Any, list[int], list[str], float]:
+    """Logits of the prompt, of a generation, its tokens once warm, findings, and tokens a second."""
     with np.load(DATA / f"{name}.npz") as recorded:
         tokens = recorded["tokens"].tolist()
-    with refengine.load(DATA / f"{name}.gguf", device="cuda", check=check, **(OPTIONS | options)) as engine:
+    with refengine.load(DATA / f"{name}.gguf", device=device, check=check, **(OPTIONS | options)) as engine:
         logits = engine.logits(tokens)
         made = engine.generate(tokens, n_predict=32, temperature=0, return_logits=True)
         engine.drop_prefixes()
@@ -364,13 +207,13 @@ def _outputs(name: str, check: str, **options: Any) -> tuple[Any, Any, list[int]
 
 
 def models(report: Report) -> None:
-    """Small models at level trap, graphs on and off: the bits of off, and nothing found."""
-    _compare(report, [(name, {}) for name in TRAP_MODELS])
+    """Every small model at level trap, graphs on and off: the bits of off, and nothing found."""
+    _compare(report, [(name, {}) for name in PAIRS])
 
 
 def drafts(report: Report) -> None:
-    """As ``models``, while drafts are verified. ``prepare.py`` makes no images for them."""
-    _compare(report, [("qwen35", DRAFTS | {"n_slots": 2})])
+    """As ``models``, while drafts are verified."""
+    _compare(report, DRAFT_MODELS)
 
 
 def _compare(report: Report, chosen: list[tuple[str, dict[str, Any]]]) -> None:
@@ -379,10 +222,10 @@ def _compare(report: Report, chosen: list[tuple[str, dict[str, Any]]]) -> None:
     for name, options in chosen:
         label = f"{name}{'+drafts' if options else ''}"
         with report.part(label):
-            plain = _outputs(name, "off", **options)
+            plain = outputs(name, "off", **options)
             for graphs in (True, False):
                 started = time.perf_counter()
-                checked = _outputs(name, "trap", cuda_graphs=graphs, **options)
+                checked = outputs(name, "trap", cuda_graphs=graphs, **options)
                 same = same_bits(checked[0], plain[0]) and same_bits(checked[1], plain[1])
                 same = same and checked[2] == plain[2]
                 report.count(f"trap {label} graphs {graphs}", same and not checked[3])

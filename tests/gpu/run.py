@@ -32,6 +32,7 @@ import gpu_models
 import gpu_numerics
 import gpu_prepared
 import gpu_trap
+import gpu_trap_times
 from gpu_report import Report
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
     "memory": gpu_models.memory,
     "kernels": gpu_kernels.kernels,
     "trap-faults": gpu_trap.faults,
-    "trap-kernels": gpu_trap.kernels,
-    "trap-large": gpu_trap.large,
+    "trap-kernels": gpu_trap_times.kernels,
+    "trap-large": gpu_trap_times.large,
     "trap-models": gpu_trap.models,
     "trap-drafts": gpu_trap.drafts,
     "drill": gpu_drill.drill,
