@@ -63,12 +63,13 @@ class CudaTrap:
         self.called_at = CallSite()
         self.slot = slot
         self._reports = reports
-        self._views = tuple(launch.views.values())
+        free = launch.kernel.unread_states
+        self._views = tuple((view, name in free) for name, view in launch.views.items())
 
     @property
     def slots(self) -> list[int]:
         """What a checked kernel's parameters end with: the report's address, the distance of each shadow."""
-        return [self.slot.address, *map(self._reports.distance, self._views)]
+        return [self.slot.address, *(self._reports.distance(view, free) for view, free in self._views)]
 
 
 class CudaTraps:
@@ -121,7 +122,7 @@ class CudaTraps:
 
     # --- shadows
 
-    def distance(self, view: View) -> int:
+    def distance(self, view: View, may_be_unwritten: bool) -> int:
         """How far the shadow of a view lies from it; 0 where nobody need look."""
         if not view.nbytes:
             return 0
@@ -133,7 +134,8 @@ class CudaTraps:
             return 0
         # What is written stays so, unless it is freed: which is refused while a launch may run, where somebody looks.
         watched = buffer.heap.audit is not None and buffer.heap.audit is self._device.audit
-        if watched and shadow.written.covers(view.address, view.address + view.nbytes):
+        end = view.address + view.nbytes
+        if watched and (may_be_unwritten or shadow.written.covers(view.address, end)):
             return 0
         return shadow.delta
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from instrumentation.kernel.checked_states import SharedReads
     from instrumentation.kernel.parse import ParsedFunction
 
 #: sums of larger factors could wrap around
@@ -140,8 +141,11 @@ class View:
     names: dict[str, Sum | Capped | None] = field(default_factory=dict)
     #: arrays that a called function was given
     arrays: dict[str, Root] = field(default_factory=dict)
-    #: statements that may not run in each turn
-    conditional: int = 0
+    #: what is read of shared arrays
+    shared: SharedReads | None = None
+    #: elements, as bits, that are read of own arrays and may be unwritten; and those that are known to be written
+    own: dict[str, int] = field(default_factory=dict)
+    own_written: Mapping[str, int] = field(default_factory=dict)
 
     def value(self, node: ast.expr) -> Sum | Capped | None:
         """The sum that an expression is, or a capped one."""
@@ -222,6 +226,17 @@ class View:
             return None
         return _sum_of(root.extents[axis])
 
+    def reads_own(self, name: str, number: int) -> bool:
+        """An element of an own array is read: whether it is known to be written. Of a called function's no more is."""
+        if self.outer is None:
+            return False
+        self.own[name] = self.own.get(name, 0) | 1 << number
+        return bool(self.own_written.get(name, 0) >> number & 1)
+
+    def own_tests(self) -> list[str]:
+        """Expressions that hold where all that is read of own arrays is written."""
+        return [f"(s_{name} & uint64({bits})) == uint64({bits})" for name, bits in self.own_written.items()]
+
     # --- statements
 
     def called(self, parsed: ParsedFunction, given: list[Sum | Capped | Root | None]) -> View:
@@ -229,13 +244,12 @@ class View:
         pairs = list(zip(parsed.parameters, given, strict=True))
         names = {name: each for name, each in pairs if not isinstance(each, Root)}
         arrays = {name: each for name, each in pairs if isinstance(each, Root)}
-        leaves = any(isinstance(node, ast.Return) for node in parsed.walk() if node is not parsed.body[-1])
-        return View(self.bounds, parsed, None, names, arrays, self.conditional + leaves)
+        return View(self.bounds, parsed, None, names, arrays, self.shared)
 
     def ran(self, node: ast.stmt) -> None:
         """A statement was written."""
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            self.names[node.targets[0].id] = None if self.conditional else self.value(node.value)
+            self.names[node.targets[0].id] = self.value(node.value)
         elif isinstance(node, ast.If | ast.For | ast.While):
             self.forget(node)
 

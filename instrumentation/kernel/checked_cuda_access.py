@@ -58,6 +58,8 @@ class Access:
         self.item = sig.args[0].dtype
         self.pointer, indices, extents, self.shadow, self.site, self.where = values[:6]
         self.own_shadow = isinstance(sig.args[3], Address)
+        #: whether what stands for the shadow is the element's own state
+        self.own_state = sig.args[3] == types.uint8
         self.indices = self._numbers(indices, sig.args[1])
         self.extents = self._numbers(extents, sig.args[2])
 
@@ -123,7 +125,7 @@ class Access:
     @property
     def size(self) -> int:
         """Bytes of an element's state."""
-        if self.own_shadow:
+        if self.own_shadow or self.own_state:
             return 1
         size: int = self.context.get_abi_sizeof(self.context.get_data_type(self.item))
         return size
@@ -154,7 +156,10 @@ class Access:
         place, number = self.element(inside)
         shadow, there = None, None
         odd, usable, state = ir.Constant(_I32, 0), inside, self._written(ir.IntType(8 * self.size))
-        if self.own_shadow:
+        if self.own_state:
+            state = self.shadow
+            odd = self._odd(state, reads=reads)
+        elif self.own_shadow:
             shadow = builder.gep(self.shadow, [number], inbounds=True)
             if reads:
                 state = builder.load(shadow)

@@ -30,6 +30,7 @@ _FALSE = re.compile(r"mov\.(pred|[ub]32)\s+(%\w+), 0;")
 _FLAG = re.compile(r"selp\.u32\s+(%\w+), 1, 0, (%\w+);")
 #: how ``checked_cuda_access`` writes an instruction with a predicate
 _IF = re.compile(r"\{ \.reg \.pred rf_p; setp\.ne\.b32 rf_p, (%\w+), 0; (.*?) \}")
+_NEVER = re.compile(r"@rf_p [^;]*;")
 _FIXED = 5  # operands of a mark before its indices
 
 
@@ -88,8 +89,9 @@ class _Kernel:
         self.lines.append(text)
 
     def _short(self, match: re.Match[str]) -> str:
-        """Instructions with a predicate, without the number that brought it here."""
-        return match[2].replace("@rf_p", f"@{self._predicate(match[1])}")
+        """Instructions with a predicate, without the number that brought it here; without those that never run."""
+        flag = self._predicate(match[1])
+        return _NEVER.sub("", match[2]) if flag in self.zero else match[2].replace("@rf_p", f"@{flag}")
 
     def _predicate(self, number: str) -> str:
         """The predicate that a number stands for."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from numba.core import types as nb
 
 from instrumentation.kernel.checked_bounds import MOST_FACTOR, Bounds, Root, Sum, View
+from instrumentation.kernel.checked_states import SharedReads
 from instrumentation.kernel.host_emit import FunctionEmitter, Place
 from instrumentation.kernel.lower_host import AXES
 from instrumentation.kernel.numbered_access import INSIDE, KNOWN, SURE, WRITTEN
@@ -17,6 +18,8 @@ from instrumentation.kernel.plan import MAX_SHARED_BYTES
 from instrumentation.kernel.written_out import Known, leaves, names_of_turns
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from instrumentation.kernel.lower_checked_cuda import CudaModule
     from instrumentation.kernel.lower_host import ArgumentShape
     from instrumentation.kernel.parse import ParsedFunction
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 #: statements of a loop that is written out
 MOST_WRITTEN_OUT = 1024
 SHARED_ACCESS = 2
+#: elements of an own array whose states are bits of one number
+MOST_BITS = 64
 #: accesses of a loop that is written out and for whose sake it is written twice
 LEAST_SURE = 8
 
@@ -35,9 +40,19 @@ class _CudaEmitter(FunctionEmitter):
 
     module: CudaModule
 
-    def __init__(self, module: CudaModule, parsed: ParsedFunction, ranks: dict[str, int]) -> None:
+    def __init__(
+        self, module: CudaModule, parsed: ParsedFunction, ranks: dict[str, int], moving: frozenset[str]
+    ) -> None:
         super().__init__(module, parsed, ranks)
         self.known = Known()
+        #: own arrays whose states are bits of one number, as they are accessed at constant places alone
+        self._bits = frozenset(
+            name
+            for name, array in parsed.arrays.items()
+            if array.space == "local" and prod(array.shape) <= MOST_BITS and name not in moving
+        )
+        #: those that are not, as it turned out
+        self.moving: set[str] = set()
         #: inside of a loop whose indices are looked at before it
         self.view: View | None = None
         #: whether loops may be written twice
@@ -46,6 +61,8 @@ class _CudaEmitter(FunctionEmitter):
         self._ends: dict[str, str] = {}
         self._n_ends = 0
         self._own_names: dict[int, list[str]] = {}
+        #: extents of shared arrays that have states
+        self._shared: dict[str, tuple[int, ...]] = {}
 
     def read(self, name: str) -> str:
         """Expression of a name's value."""
@@ -71,17 +88,29 @@ class _CudaEmitter(FunctionEmitter):
         place = super().place(name, index, node)
         array = self.parsed.arrays.get(name)
         if array is None or array.space != "local":
-            return self._sure(place, name, index)
+            return self._sure(place, name, index, isinstance(getattr(node, "ctx", None), ast.Load))
         number = self.known.element(array, index)
-        if number is not None:
-            written = number in self.known.written.get(name, ())
-            return replace(place, kind=WRITTEN if written else INSIDE, element=str(number))
-        return replace(place, shadow="0") if self.known.whole(name, array) else place
+        if number is None or not isinstance(node, ast.Subscript):
+            self._moves(name)
+            return replace(place, shadow="0") if self.known.whole(name, array) else place
+        is_load = isinstance(node.ctx, ast.Load)
+        written = number in self.known.written.get(name, ())
+        if is_load and not written and name in self._bits and self.view is not None:
+            written = self.view.reads_own(name, number)
+        shadow = place.shadow
+        if name in self._bits:
+            shadow = f"own_state({place.shadow}, {number})" if is_load else "0"
+        return replace(place, kind=WRITTEN if written else INSIDE, element=str(number), shadow=shadow)
 
-    def _sure(self, place: Place, name: str, index: ast.expr) -> Place:
+    def _moves(self, name: str) -> None:
+        """An own array is accessed at a place that is not known here."""
+        if name in self._bits:
+            self.moving.add(name)
+
+    def _sure(self, place: Place, name: str, index: ast.expr, is_load: bool) -> Place:
         """The place, if its indices can be looked at before the loop around it."""
         view, root = self.view, self._root(name)
-        if view is None or root is None or view.conditional:
+        if view is None or root is None:
             return place
         sums = [view.value(each) for each in (index.elts if isinstance(index, ast.Tuple) else [index])]
         known = [each for each in sums if each is not None]
@@ -91,6 +120,8 @@ class _CudaEmitter(FunctionEmitter):
         if root.name in self.module.known and place.kind == "ro":
             view.bounds.known.add(root.name)
             return replace(place, kind=KNOWN)
+        if is_load and view.shared is not None and view.shared.add(root.name, known):
+            return replace(place, kind=WRITTEN)
         return replace(place, kind=SURE + place.kind)
 
     def _root(self, name: str) -> Root | None:
@@ -98,15 +129,6 @@ class _CudaEmitter(FunctionEmitter):
         if self.view is None or self.view.outer is None:
             return self.view.arrays.get(name) if self.view else None
         return Root(name, tuple(self.extents(name)), self.kind(name))
-
-    def text(self, node: ast.expr) -> str:
-        """Text of an expression; what may not be evaluated is conditional."""
-        if self.view is None or not isinstance(node, ast.IfExp | ast.BoolOp):
-            return super().text(node)
-        self.view.conditional += 1
-        text = super().text(node)
-        self.view.conditional -= 1
-        return text
 
     def _call(self, node: ast.Call) -> str:
         function = self.parsed.device_function(node)
@@ -126,11 +148,19 @@ class _CudaEmitter(FunctionEmitter):
     def block(self, statements: list[ast.stmt]) -> None:
         """Statements one level deeper: what is learnt there holds there."""
         before, self.known = self.known, self.known.copy()
+        names = dict(self.view.names) if self.view is not None else {}
         super().block(statements)
         self.known = before
+        if self.view is not None:
+            self.view.names = names
 
     def index_name(self, cuda: str, node: ast.AST) -> str:  # noqa: ARG002 - as the host's
         """Text of ``cuda.threadIdx.x`` and the like."""
+        of, _, axis = cuda.partition(".")
+        if of == "threadIdx":
+            # The compiler does not know how many threads a block has: what an index is below spares it checks.
+            extent = (*self.module.block, 1, 1)["xyz".index(axis)]
+            return f"below(cuda.{cuda}, {extent})" if extent & (extent - 1) == 0 else f"cuda.{cuda}"
         return f"cuda.{cuda}"
 
     def cuda_call(self, cuda: str, node: ast.Call) -> str:
@@ -161,15 +191,12 @@ class _CudaEmitter(FunctionEmitter):
         if isinstance(node, ast.For) and self.twice and self._written_twice(node, turns):
             return
         if turns is None:
-            inner = isinstance(node, ast.If | ast.For | ast.While)
             if isinstance(node, ast.For | ast.While):
                 self.known.forget(node)
-            if self.view is not None and inner:
+            if self.view is not None and isinstance(node, ast.If | ast.For | ast.While):
                 self.view.forget(node)
-                self.view.conditional += 1
             super().statement(node)
-            if self.view is not None and inner:
-                self.view.conditional -= 1
+            self._note(node)
             self._ran(node)
             return
         assert isinstance(node, ast.For)
@@ -198,16 +225,56 @@ class _CudaEmitter(FunctionEmitter):
         simple = not any(self._does_more(n) for end in ends for n in ast.walk(end))
         if not rises or not simple or self.parsed.has_collective(node) or leaves(node.body):
             return False
-        changed = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         variable = None if turns is not None else f"v_{node.target.id}"
-        bounds = Bounds(variable)
+        view, sure = self._seen(node, turns, variable, frozenset(), {})
+        assert view.shared is not None
+        if view.shared.worth() or view.own:
+            view, sure = self._seen(node, turns, variable, view.shared.worth(), view.own)
+        bounds, shared = view.bounds, view.shared
+        assert shared is not None
+        worth = variable is not None or bounds.n_accesses >= LEAST_SURE
+        if bounds.ranges and worth:
+            first, last = f"_first{len(self.lines)}", f"_last{len(self.lines)}"
+            if variable:
+                self.emit(f"{first} = {self.text(ends[0]) if len(ends) > 1 else '0'}")
+                self.emit(f"{last} = {self.text(ends[min(1, len(ends) - 1)])} - 1")
+            tests = [*bounds.tests(first, last), *((f"s_{name}", "1") for name in sorted(bounds.known))]
+            if variable:
+                tests.append((f"({last} - {first})", str(MOST_FACTOR)))
+            indices, extents = (", ".join(each) for each in zip(*tests, strict=True))
+            held = [f"all_within(({indices},), ({extents},))", *view.own_tests(), *shared.tests(first, last)]
+            self.emit(f"if {' and '.join(held)}:")
+            self.lines += sure
+            self.emit("else:")
+            self.depth += 1
+            self._loop(node, turns)
+            self.depth -= 1
+        self.twice = True
+        return bool(bounds.ranges) and worth
+
+    def _seen(
+        self,
+        node: ast.For,
+        turns: range | None,
+        variable: str | None,
+        written: frozenset[str],
+        own: Mapping[str, int],
+    ) -> tuple[View, list[str]]:
+        """A loop for where its indices are inside, and what that needs.
+
+        ``written``: shared arrays of which all that is read then is written; ``own``: own arrays, with those elements.
+        """
+        changed = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         view = View(
-            bounds,
+            Bounds(variable),
             self.parsed,
             lambda name: None if name in changed else self.read(name),
             dict.fromkeys(changed),
+            shared=SharedReads(variable, self._shared, written),
+            own_written=own,
         )
         view.arrays = {name: Root(name, tuple(self.extents(name)), self.kind(name)) for name in self.ranks}
+        assert isinstance(node.target, ast.Name)
         view.names[node.target.id] = Sum(((variable, 1),)) if variable else None
         lines, self.lines = self.lines, []
         before, self.known = self.known, self.known.copy()
@@ -217,24 +284,7 @@ class _CudaEmitter(FunctionEmitter):
         self.depth -= 1
         self.view = None
         sure, self.lines, self.known = self.lines, lines, before
-        worth = variable is not None or bounds.n_accesses >= LEAST_SURE
-        if bounds.ranges and worth:
-            first, last = f"_first{len(lines)}", f"_last{len(lines)}"
-            if variable:
-                self.emit(f"{first} = {self.text(ends[0]) if len(ends) > 1 else '0'}")
-                self.emit(f"{last} = {self.text(ends[min(1, len(ends) - 1)])} - 1")
-            tests = [*bounds.tests(first, last), *((f"s_{name}", "1") for name in sorted(bounds.known))]
-            if variable:
-                tests.append((f"({last} - {first})", str(MOST_FACTOR)))
-            indices, extents = (", ".join(each) for each in zip(*tests, strict=True))
-            self.emit(f"if all_within(({indices},), ({extents},)):")
-            self.lines += sure
-            self.emit("else:")
-            self.depth += 1
-            self._loop(node, turns)
-            self.depth -= 1
-        self.twice = True
-        return bool(bounds.ranges) and worth
+        return view, sure
 
     def _does_more(self, node: ast.AST) -> bool:
         """Whether an expression is more than arithmetic: written twice, it would be done twice."""
@@ -257,6 +307,21 @@ class _CudaEmitter(FunctionEmitter):
         self.block(node.body)
         self._ran(node)
 
+    def _note(self, node: ast.stmt) -> None:
+        """Say in a number's bits that an own element is written."""
+        target = node.targets[0] if isinstance(node, ast.Assign) else None
+        name = (
+            target.value.id
+            if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name)
+            else ""
+        )
+        if name not in self._bits or name in self.moving:
+            return
+        assert isinstance(target, ast.Subscript)
+        number = self.known.element(self.parsed.arrays[name], target.slice)
+        if number is not None and number not in self.known.written.get(name, ()):
+            self.emit(f"s_{name} = s_{name} | uint64({1 << number})")
+
     def _ran(self, node: ast.stmt) -> None:
         if self.view is not None:
             self.view.ran(node)
@@ -272,7 +337,7 @@ class _CudaEmitter(FunctionEmitter):
         if not isinstance(node, ast.For):
             return None
         assert isinstance(node.iter, ast.Call)
-        ends = [each.value if isinstance(each, ast.Constant) else None for each in node.iter.args]
+        ends = [self.known.value(each) for each in node.iter.args]
         if not all(isinstance(end, int) for end in ends) or not self._uses_own(node) or leaves(node.body):
             return None
         turns = range(*ends)  # type: ignore[arg-type]
@@ -309,13 +374,16 @@ class _CudaEmitter(FunctionEmitter):
         for name, array in self.parsed.arrays.items():
             size = prod(array.shape)
             self.emit(f"v_{name} = {array.space}_array({array.element}, {size})")
-            if array.space == "local":
+            if name in self._bits:
+                self.emit(f"s_{name} = uint64(0)")
+            elif array.space == "local":
                 self.emit(f"s_{name} = local_array(uint8, {size})")
                 self.emit(f"for _i in range({size}):")
                 self.emit(f"    forget(s_{name}, _i)")
             elif size <= left:
                 left -= size
                 shared.append((name, size))
+                self._shared[name] = array.shape
                 self.emit(f"s_{name} = shared_array(uint8, {size})")
             else:
                 self.emit(f"s_{name} = 0")
@@ -337,10 +405,12 @@ class DeviceFunctionEmitter(_CudaEmitter):
         parsed: ParsedFunction,
         shapes: tuple[ArgumentShape, ...],
         name: str,
+        moving: frozenset[str],
         view: View | None = None,
     ) -> None:
         self.shapes = dict(zip(parsed.parameters, shapes, strict=True))
-        super().__init__(module, parsed, {p: shape[1] for p, shape in self.shapes.items() if shape})
+        ranks = {p: shape[1] for p, shape in self.shapes.items() if shape}
+        super().__init__(module, parsed, ranks, moving)
         self.view = view
         names: list[str] = []
         for parameter in parsed.parameters:
@@ -366,18 +436,18 @@ class DeviceFunctionEmitter(_CudaEmitter):
 class KernelEmitter(_CudaEmitter):
     """The body of a kernel."""
 
-    def __init__(self, module: CudaModule, plan: KernelPlan) -> None:
+    def __init__(self, module: CudaModule, plan: KernelPlan, moving: frozenset[str]) -> None:
         ranks = {n: t.ndim for n, t in plan.signature.items() if isinstance(t, nb.Array)}
-        super().__init__(module, plan.parsed, ranks)
+        super().__init__(module, plan.parsed, ranks, moving)
         self.plan = plan
         self.twice = True
+        self._write()
 
     def kind(self, name: str) -> str:
         """Alias class of an array."""
         return "lane" if name in self.parsed.arrays else self.plan.access.kind(name)
 
-    def run(self) -> list[str]:
-        """Lines of the kernel's function."""
+    def _write(self) -> None:
         names: list[str] = []
         bound: list[str] = []
         for name, kind in self.plan.signature.items():
@@ -392,4 +462,13 @@ class KernelEmitter(_CudaEmitter):
         self.declare()
         self.depth = 0
         self.block(self.parsed.body)
-        return self.lines
+
+
+def settled(write: Callable[[frozenset[str]], _CudaEmitter]) -> list[str]:
+    """Lines of a function: written until it is known which own arrays are accessed at constant places alone."""
+    moving: frozenset[str] = frozenset()
+    while True:
+        emitter = write(moving)
+        if emitter.moving <= moving:
+            return emitter.lines
+        moving |= emitter.moving

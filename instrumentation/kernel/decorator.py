@@ -11,6 +11,7 @@ from numba.core import types as nb
 
 from instrumentation.errors import KernelDialectError
 from instrumentation.kernel.access import AccessSets, access_sets
+from instrumentation.kernel.checked_states import allowed_reads
 from instrumentation.kernel.cuda_entry import RowsAhead, with_entry
 from instrumentation.kernel.host_compile import CompiledKernel, access_table, compile_host
 from instrumentation.kernel.lower_checked_cuda import compile_checked_ptx
@@ -117,13 +118,19 @@ class Kernel:
         """The accesses of the kernel's checked forms, by the numbers that their reports give."""
         return access_table(self.plan)
 
+    @functools.cached_property
+    def unread_states(self) -> frozenset[str]:
+        """Arrays that are only read, and whose every load says that what it reads may be unwritten."""
+        return allowed_reads(self.parsed, self.reads - self.writes)
+
     def ptx(self, compute_capability: tuple[int, int], *, checked: bool = False) -> str:
         """PTX text for a compute capability, compiled without a GPU; ``checked``: of the checked form.
 
         The checked form fetches nothing ahead, and takes the registers that its checks need.
         """
         if checked:
-            text = compile_checked_ptx(self.plan, self.access_table, compute_capability, self.constants)
+            known = self.constants | self.unread_states
+            text = compile_checked_ptx(self.plan, self.access_table, compute_capability, known)
             return with_entry(text, self.signature, self.block, compute_capability)
         plain = compile_ptx(self.function, self.parsed, cuda_signature(self.signature), compute_capability)
         return with_entry(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from numba.core import types as nb
 
 from instrumentation.kernel.checked_cuda_ptx import with_checks
-from instrumentation.kernel.checked_emit_cuda import DeviceFunctionEmitter, KernelEmitter
+from instrumentation.kernel.checked_emit_cuda import DeviceFunctionEmitter, KernelEmitter, settled
 from instrumentation.kernel.lower_cuda import compile_function
 from instrumentation.kernel.lower_host import HostModule, HostOptions
 from instrumentation.kernel.numbered_access import NumberedAccess
@@ -44,13 +44,15 @@ class CudaModule(HostModule):
             name = f"d_{function.parsed.name}_{len(self._device)}"
             self._device[key] = name
             # What it calls is written first.
-            lines = DeviceFunctionEmitter(self, function.parsed, shapes, name).lines
+            lines = settled(lambda moving: DeviceFunctionEmitter(self, function.parsed, shapes, name, moving))
             self._sources.append("\n".join(lines))
         return self._device[key]
 
     def seen_function(self, function: Any, shapes: tuple[ArgumentShape, ...], view: View) -> str:
         """Name of the form of a device function in which a view's indices are not looked at."""
-        lines = DeviceFunctionEmitter(self, function.parsed, shapes, "d_", view).lines
+        lines = settled(
+            lambda moving: DeviceFunctionEmitter(self, function.parsed, shapes, "d_", moving, view)
+        )
         text = "\n".join(lines)
         if text not in self._seen:
             name = f"e_{function.parsed.name}_{len(self._seen)}"
@@ -71,7 +73,7 @@ def checked_source(
     ``known``: parameters of which the host knows, as a rule, that they are written.
     """
     module = CudaModule(table, plan.block, known)
-    return module.source(KernelEmitter(module, plan).run()), module
+    return module.source(settled(lambda moving: KernelEmitter(module, plan, moving))), module
 
 
 def checked_signature(signature: dict[str, Any]) -> Any:

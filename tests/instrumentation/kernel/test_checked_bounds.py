@@ -102,8 +102,6 @@ def made(x: f32_1d, places: i32_1d, y: f32_1d, n: i32) -> None:
 
 
 @pytest.mark.parametrize("body", [
-    "    for k in range(n):\n        if k > 2:\n            total = total + x[k]",
-    "    for k in range(n):\n        total = total + (x[k] if k > 2 else float32(1))",
     "    for k in range(n):\n        total = total + x[k * k]",
     "    for k in range(n):\n        total = total + x[k & 7]",
     "    for k in range(n):\n        total = total + x[max(k, 3)]",
@@ -114,12 +112,31 @@ def made(x: f32_1d, places: i32_1d, y: f32_1d, n: i32) -> None:
     "    for k in range(n):\n        total = total + x[k * 2147483648]",
     "    for k in range(n):\n        tile[t] = x[k]\n        cuda.syncthreads()\n        total = total + tile[31 - t]",
 ], ids=[
-    "if", "choice", "square", "bits", "max", "loaded", "carried", "falling", "loaded end", "wraps", "barrier",
+    "square", "bits", "max", "loaded", "carried", "falling", "loaded end", "wraps", "barrier",
 ])  # fmt: skip
 def test_what_stays_checked_where_it_stands(tmp_path, body):
     source = source_of(tmp_path, body)
     assert "sure_load_ro(v_x," not in source
     assert "try_load_ro(v_x," in source
+
+
+@pytest.mark.parametrize("body", [
+    "    for k in range(n):\n        if k > 2:\n            total = total + x[k]",
+    "    for k in range(n):\n        total = total + (x[k] if k > 2 else float32(1))",
+    "    for k in range(n):\n        if k > 2:\n            at = k + 1\n            total = total + x[at]",
+], ids=["if", "choice", "name"])  # fmt: skip
+def test_what_may_not_run_is_looked_at_as_if_it_did(tmp_path, body):
+    assert "sure_load_ro(v_x," in source_of(tmp_path, body)
+
+
+@pytest.mark.parametrize("body", [
+    "        at = k\n        if k > 2:\n            at = k + 1\n        total = total + x[at]",
+    "        at = k\n        if k > 2:\n            at = k + 1\n        else:\n            total = total + x[at]",
+    "        at = k\n        for j in range(n):\n            total = total + x[at]\n            at = at + 1",
+], ids=["behind", "other side", "carried"])  # fmt: skip
+def test_a_name_that_one_of_several_ways_gives_is_not_known(tmp_path, body):
+    source = source_of(tmp_path, f"    at = 0\n    for k in range(n):\n{body}")
+    assert "sure_load_ro(v_x," not in source
 
 
 def test_ends_may_be_extents(tmp_path):

@@ -106,13 +106,13 @@ class TestOwnArrays:
 
     def test_elements_that_are_written_at_constant_places(self, tmp_path):
         source = source_of(tmp_path, "    for k in range(4):\n        own[k] = x[k]\n    y[t] = own[3]")
-        assert [source.count(f"store_own(v_own, {k}, s_own") for k in range(4)] == [1] * 4
+        assert [source.count(f"s_own = s_own | uint64({1 << k})") for k in range(4)] == [1] * 4
         assert "load_own(v_own, 3)" in source
         assert "try_load_lane" not in source
 
     def test_an_element_that_only_some_ways_write(self, tmp_path):
         source = source_of(tmp_path, "    if n > 3:\n        own[1] = x[t]\n    y[t] = own[1]")
-        assert "try_load_lane(v_own, (1,), (4,), s_own" in source
+        assert "try_load_lane(v_own, (1,), (4,), own_state(s_own, 1)" in source
         assert "load_own" not in source
 
     def test_a_loop_that_may_not_run(self, tmp_path):
