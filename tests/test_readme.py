@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import found_by
 import pytest
+from planted_faults import PLANTED
+from planted_order import FAULTS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -42,6 +46,38 @@ def test_the_table_of_faults_is_what_is_measured():
         f"3 of the {sum(int(row[1]) for row in measured if re.match('stream|host array|memory given', row[0]))}"
         in README
     )
+    ((n_theirs, n_twins),) = re.findall(r"; compute-sanitizer: (\d+) on the (\d+) of kernels", done.stdout)
+    assert f"racecheck reported {n_theirs} of the {n_twins} twins" in README
+
+
+def test_what_the_readme_says_of_compute_sanitizer_is_what_it_said():
+    held = json.loads(found_by.ANSWERS.read_text(encoding="utf-8"))
+    (version,) = re.findall(r"compute-sanitizer (\d[\d.]*)", README)
+    assert held["version"].startswith(f"Version {version} ")
+    said = found_by.answers(found_by.ANSWERS, "bad")
+    outside = [each.name for each in PLANTED if each.codes[0] in ("MEM010", "MEM011")]
+    by_tool = {tool: sum(said[name][tool] != "-" for name in outside) for tool in ("memcheck", "initcheck")}
+    assert f"memcheck reported {by_tool['memcheck']} of the {len(outside)} accesses out of bounds" in README
+    assert f"initcheck reported {by_tool['initcheck']} more" in README
+    assert not any(said[name]["memcheck"] != "-" != said[name]["initcheck"] for name in outside)
+    assert f"the {len(PLANTED)} faults of memory" in README
+    assert f"the {len(FAULTS)} of order" in README
+
+
+@pytest.mark.parametrize("kind", ["bad", "fixed"])
+def test_a_fault_of_a_kernel_that_compute_sanitizer_was_not_asked_is_no_empty_cell(kind, tmp_path):
+    held = json.loads(found_by.ANSWERS.read_text(encoding="utf-8"))
+    held[kind]["renamed since"] = held[kind].pop("both axes")
+    changed = tmp_path / "compute_sanitizer.json"
+    changed.write_text(json.dumps(held), encoding="utf-8")
+    with pytest.raises(
+        AssertionError, match=rf"no answer on {kind} of \['both axes'\]; run .* --twins -o .* on a GPU"
+    ):
+        found_by.answers(changed, kind)
+    held[kind]["both axes"] = held[kind]["a range"]
+    changed.write_text(json.dumps(held), encoding="utf-8")
+    with pytest.raises(AssertionError, match=rf"on {kind} of \['renamed since'\], which are no faults; run "):
+        found_by.answers(changed, kind)
 
 
 def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):

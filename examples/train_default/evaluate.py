@@ -136,6 +136,10 @@ def drafted(model: Path, n_prompts: int, n_predict: int, drafts: DraftStatistics
             f"{drafts.mean_length:.2f} tokens a verification. Greedy text that repeats itself is easily drafted."
         )
     ]
+    lines.append(
+        "Speed is no reason to draft with this model: drafts made decoding slower on two CPU cores and on an H200 "
+        "(`python benchmarks/drafts.py`; numbers in docs/measurements.md)."
+    )
     path = model.with_name("report.json")
     counted = json.loads(path.read_text()).get("acceptance") if path.exists() else None
     if counted:

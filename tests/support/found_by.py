@@ -3,7 +3,9 @@
 usage: python tests/support/found_by.py
 
 Every fault and its repaired twin runs on the host device at each level. What may store anywhere, below level trap, does
-so in a process of its own. The column of PyTorch's CUDA stream sanitizer is there where PyTorch is installed.
+so in a process of its own. What NVIDIA's compute-sanitizer said of the faults of kernels is in a file that
+tests/gpu/sanitizer_matrix.py writes, on a GPU. The column of PyTorch's CUDA stream sanitizer is there where PyTorch is
+installed.
 """
 
 # ruff: noqa: T201 - a script
@@ -11,6 +13,7 @@ so in a process of its own. The column of PyTorch's CUDA stream sanitizer is the
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import os
 import signal
@@ -39,6 +42,10 @@ Kind = Literal["bad", "fixed"]
 Runs = Callable[[Kind, Level], bool]
 LEVELS = (Level.OFF, Level.GUARD, Level.AUDIT, Level.TRAP)
 TORCH = "PyTorch's stream sanitizer"
+NVIDIA = "compute-sanitizer"
+#: what that said, and what makes the file
+ANSWERS = Path(__file__).resolve().parent.parent / "data" / "compute_sanitizer.json"
+ASK_AGAIN = "run tests/gpu/sanitizer_matrix.py --twins -o tests/data/compute_sanitizer.json on a GPU"
 #: stores where a value says that it loads from beside its block's memory: what level trap alone is sure to see
 BY_CHANCE = frozenset({"a very large unsigned index"})
 
@@ -159,12 +166,35 @@ def found_by_torch(faults: list[Fault], kind: Kind) -> int | None:
     return sum(torch_streams.finds(each[kind == "fixed"]) for each in programs)
 
 
+def answers(path: Path, kind: Kind) -> dict[str, dict[str, str]]:
+    """What each tool of compute-sanitizer that was asked said of each fault of a kernel, or of its twin.
+
+    Fails where a fault of a kernel was not asked, or another one was.
+    """
+    said: dict[str, dict[str, str]] = json.loads(path.read_text(encoding="utf-8"))[kind]
+    names = {fault.name for fault in (*PLANTED, *FAULTS)}
+    missing, unknown = sorted(names - said.keys()), sorted(said.keys() - names)
+    assert not missing, f"{path.name} has no answer on {kind} of {missing}; {ASK_AGAIN}"
+    assert not unknown, f"{path.name} has answers on {kind} of {unknown}, which are no faults; {ASK_AGAIN}"
+    return said
+
+
+def found_by_nvidia(faults: list[Fault], kind: Kind) -> int | None:
+    """Faults that some tool of compute-sanitizer reported; None where none was asked."""
+    said = answers(ANSWERS, kind)
+    asked = [said[fault.name].values() for fault in faults if fault.name in said]
+    assert len(asked) in (0, len(faults)), "kernels are asked, streams are not: which of these are which?"
+    if not asked:
+        return None
+    return sum(any(each != "-" and not each.startswith("failed") for each in those) for those in asked)
+
+
 def _cell(count: int | None) -> str:
     return "" if count is None else str(count or "-")
 
 
 def row(name: str, *, torch: bool) -> tuple[list[str], int]:
-    """Cells: name, number of faults, how many each level finds, how many PyTorch's sanitizer does; and false reports.
+    """Cells: name, number of faults, how many each level finds and how many the others do; and false reports.
 
     A false report is one of ours on a repaired twin.
     """
@@ -172,6 +202,7 @@ def row(name: str, *, torch: bool) -> tuple[list[str], int]:
     # Twins run here: their kernels are compiled when the faults run in processes that are forked.
     false = sum(fault.runs("fixed", level) for fault in faults for level in LEVELS)
     counts: list[int | None] = [sum(fault.found("bad", level) for fault in faults) for level in LEVELS]
+    counts.append(found_by_nvidia(faults, "bad"))
     if torch:
         counts.append(found_by_torch(faults, "bad"))
     return [name, str(len(faults)), *map(_cell, counts)], false
@@ -182,7 +213,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     torch = importlib.util.find_spec("torch") is not None
-    heads = ["planted fault", "of", *(f"`{level}`" for level in LEVELS), *([TORCH] if torch else [])]
+    heads = ["planted fault", "of", *(f"`{level}`" for level in LEVELS), NVIDIA, *([TORCH] if torch else [])]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     n_false = 0
     for name in ROWS:
@@ -190,6 +221,8 @@ def main() -> int:
         n_false += false
         print(f"| {' | '.join(cells)} |", flush=True)
     print(f"\nreports on the {sum(map(len, ROWS.values()))} repaired twins: {n_false}", end="")
+    theirs = sum(found_by_nvidia(faults, "fixed") or 0 for faults in ROWS.values())
+    print(f"; {NVIDIA}: {theirs} on the {len(answers(ANSWERS, 'fixed'))} of kernels", end="")
     if torch:
         theirs = sum(found_by_torch(faults, "fixed") or 0 for faults in ROWS.values())
         print(
