@@ -53,6 +53,8 @@ class _CudaEmitter(FunctionEmitter):
         )
         #: those that are not, as it turned out
         self.moving: set[str] = set()
+        #: of each, elements that statements before this one wrote on every way, and the number does not say yet
+        self._new: dict[str, int] = {}
         #: inside of a loop whose indices are looked at before it
         self.view: View | None = None
         #: whether loops may be written twice
@@ -150,6 +152,9 @@ class _CudaEmitter(FunctionEmitter):
         before, self.known = self.known, self.known.copy()
         names = dict(self.view.names) if self.view is not None else {}
         super().block(statements)
+        self.depth += 1
+        self._say_new()
+        self.depth -= 1
         self.known = before
         if self.view is not None:
             self.view.names = names
@@ -188,6 +193,8 @@ class _CudaEmitter(FunctionEmitter):
                     self.statement(inner_statement)
                 return
         turns = self._turns(node)
+        if turns is None and not isinstance(node, ast.Assign | ast.Expr | ast.Pass):
+            self._say_new()
         if isinstance(node, ast.For) and self.twice and self._written_twice(node, turns):
             return
         if turns is None:
@@ -217,6 +224,7 @@ class _CudaEmitter(FunctionEmitter):
 
     def _written_twice(self, node: ast.For, turns: range | None) -> bool:
         """Write a loop twice, if some of its indices can be looked at before it: for where they are all inside, too."""
+        self._say_new()
         assert isinstance(node.target, ast.Name)
         assert isinstance(node.iter, ast.Call)
         ends = node.iter.args
@@ -299,6 +307,7 @@ class _CudaEmitter(FunctionEmitter):
         """A loop as it is, or written out."""
         if turns is not None:
             self._write_out(node, turns)
+            self._say_new()
             return
         self.known.forget(node)
         self._turn(node)
@@ -320,7 +329,13 @@ class _CudaEmitter(FunctionEmitter):
         assert isinstance(target, ast.Subscript)
         number = self.known.element(self.parsed.arrays[name], target.slice)
         if number is not None and number not in self.known.written.get(name, ()):
-            self.emit(f"s_{name} = s_{name} | uint64({1 << number})")
+            self._new[name] = self._new.get(name, 0) | 1 << number
+
+    def _say_new(self) -> None:
+        """Say what is written, where ways part or meet: the compiler takes long for names that are assigned often."""
+        for name, bits in self._new.items():
+            self.emit(f"s_{name} = s_{name} | uint64({bits})")
+        self._new = {}
 
     def _ran(self, node: ast.stmt) -> None:
         if self.view is not None:

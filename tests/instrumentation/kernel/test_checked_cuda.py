@@ -106,7 +106,7 @@ class TestOwnArrays:
 
     def test_elements_that_are_written_at_constant_places(self, tmp_path):
         source = source_of(tmp_path, "    for k in range(4):\n        own[k] = x[k]\n    y[t] = own[3]")
-        assert [source.count(f"s_own = s_own | uint64({1 << k})") for k in range(4)] == [1] * 4
+        assert source.count("s_own = s_own | uint64(15)") == 1
         assert "load_own(v_own, 3)" in source
         assert "try_load_lane" not in source
 
