@@ -1,9 +1,14 @@
 """Options from the environment and from files: which one counts, and what is refused."""
 
+import json
+
 import click
 import pytest
 from click.testing import CliRunner
 from engines import DATA
+from hypothesis import HealthCheck, given
+from hypothesis import settings as settings_of_hypothesis
+from hypothesis import strategies as st
 
 from cli.main import main
 from cli.settings_file import LARGEST
@@ -139,3 +144,50 @@ def test_a_variable_of_a_flag_is_true_or_false(seen):
     assert made.stderr.splitlines() == [
         "refengine: error: REFENGINE_NO_CUDA_GRAPHS is 'perhaps'; want true or false"
     ]
+
+
+def toml_of(value):
+    """TOML of what hypothesis drew."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {toml_of(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml_of, value)) + "]"
+    if isinstance(value, float):
+        return str(value)
+    return json.dumps(value)
+
+
+scalars = st.one_of(
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.sampled_from(["", "1", "cuda", "no", "\x00", "é"]),
+)
+values = st.one_of(
+    scalars, st.lists(scalars, max_size=2), st.dictionaries(st.sampled_from(["a", "seed"]), scalars)
+)
+keys = st.sampled_from([
+    "seed", "ctx-size", "predict", "temp", "device", "no-cuda-graphs", "override-kv", "model", "check", "config",
+    "help", "generate", "soak", "nothing", "",
+])  # fmt: skip
+
+
+@settings_of_hypothesis(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.dictionaries(keys, values, max_size=4))
+def test_whatever_a_file_says_is_taken_or_refused_by_name(seen, tmp_path, made):
+    path = tmp_path / "drawn.toml"
+    path.write_text(
+        "".join(f"{json.dumps(key)} = {toml_of(value)}\n" for key, value in made.items()), "utf-8"
+    )
+    seen.clear()
+    result = run("generate", *ASK, "--config", str(path))
+    if result.exit_code == 0:
+        assert seen
+        return
+    # A message in words, never a traceback: what it is about is the file, or one of its keys.
+    assert isinstance(result.exception, SystemExit), made
+    assert not seen
+    said = result.output
+    assert "drawn.toml" in said or any(key and key in said for key in made), (made, said)
