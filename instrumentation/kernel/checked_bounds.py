@@ -1,77 +1,31 @@
 """Which indices of a loop can be looked at before it: those that are sums of what stays, and of its variable.
 
 Such a sum is largest and smallest in the first and the last turn. If both are inside, so are those between, and the
-loop need not look. What a loop's statements say is followed through names and device functions; whatever is not known
-to be such a sum stays checked where it stands.
+loop need not look. Quotients and remainders of such a sum by a number, shifts and bits of it too, are between ends that
+follow from the sum's, as long as that is never negative. What a loop's statements say is followed through names and
+device functions; whatever is not known to be such a sum stays checked where it stands.
 """
 
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from instrumentation.kernel.checked_constants import ConstantReads
+from instrumentation.kernel.checked_states import SharedReads
+from instrumentation.kernel.checked_sums import Capped, Part, Sum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from instrumentation.kernel.checked_states import SharedReads
     from instrumentation.kernel.parse import ParsedFunction
 
-#: sums of larger factors could wrap around
-MOST_FACTOR = 1 << 31
 #: what every index is inside of that is not negative
 _NO_EXTENT = str((1 << 63) - 1)
+_Key = TypeVar("_Key")
 _BITWISE = {ast.RShift: ">>", ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^"}
 _DIVISIONS = {ast.FloorDiv: "//", ast.Mod: "%"}
-
-
-@dataclass(frozen=True)
-class Sum:
-    """A whole number: terms with their factors, as text that is valid before the loop, and a constant."""
-
-    factors: tuple[tuple[str, int], ...] = ()
-    constant: int = 0
-
-    @classmethod
-    def of(cls, factors: Mapping[str, int], constant: int) -> Sum | None:
-        """None where a factor is too large."""
-        kept = {term: factor for term, factor in factors.items() if factor}
-        if any(abs(value) >= MOST_FACTOR for value in (constant, *kept.values())):
-            return None
-        return cls(tuple(sorted(kept.items())), constant)
-
-    def plus(self, other: Sum, sign: int = 1) -> Sum | None:
-        """Sum or difference of two."""
-        factors = dict(self.factors)
-        for term, factor in other.factors:
-            factors[term] = factors.get(term, 0) + sign * factor
-        return Sum.of(factors, self.constant + sign * other.constant)
-
-    def times(self, factor: int) -> Sum | None:
-        """Product with a number."""
-        return Sum.of({term: factor * each for term, each in self.factors}, factor * self.constant)
-
-    def factor_of(self, term: str) -> int:
-        """How often a term is in it."""
-        return dict(self.factors).get(term, 0)
-
-    def text(self, names: Mapping[str, str] | None = None) -> str:
-        """Expression of it, with other text for some terms."""
-        parts = [
-            (names or {}).get(term, term) + (f" * {factor}" if factor != 1 else "")
-            for term, factor in self.factors
-        ]
-        if self.constant or not parts:
-            parts.append(str(self.constant))
-        return parts[0] if len(parts) == 1 else f"({' + '.join(parts)})"
-
-
-@dataclass(frozen=True)
-class Capped:
-    """The smaller one of two sums, of which the second stays as it is: ``min(k, n - 1)`` in a loop over k."""
-
-    value: Sum
-    cap: Sum
 
 
 @dataclass(frozen=True)
@@ -90,9 +44,11 @@ class Bounds:
     #: text of the loop's variable; None where the loop is written out
     variable: str | None
     #: of each array, axis and sum of terms: the smallest and the largest constant
-    ranges: dict[tuple[Root, int, tuple[tuple[str, int], ...]], tuple[int, int]] = field(default_factory=dict)
-    #: of each sum that must not be negative: the smallest constant
-    least: dict[tuple[tuple[str, int], ...], int] = field(default_factory=dict)
+    ranges: dict[tuple[Root, int, tuple[tuple[str | Part, int], ...]], tuple[int, int]] = field(
+        default_factory=dict
+    )
+    #: of each sum that must not be negative: the smallest and the largest constant
+    positive: dict[tuple[tuple[str | Part, int], ...], tuple[int, int]] = field(default_factory=dict)
     #: arrays of which nothing needs to be looked up, if the host says so
     known: set[str] = field(default_factory=set)
     n_accesses: int = 0
@@ -103,30 +59,27 @@ class Bounds:
         for axis, index in enumerate(indices):
             each = index.cap if isinstance(index, Capped) else index
             if isinstance(index, Capped):
-                value = index.value
-                self.least[value.factors] = min(self.least.get(value.factors, value.constant), value.constant)
-            key = (root, axis, each.factors)
-            low, high = self.ranges.get(key, (each.constant, each.constant))
-            self.ranges[key] = (min(low, each.constant), max(high, each.constant))
+                self._not_negative(index.value)
+            for part in each.parts():
+                self._not_negative(part.of)
+            _widen(self.ranges, (root, axis, each.factors), each.constant)
+
+    def _not_negative(self, value: Sum) -> None:
+        for each in (value, *(part.of for part in value.parts())):
+            _widen(self.positive, each.factors, each.constant)
 
     def tests(self, first: str, last: str) -> list[tuple[str, str]]:
         """Indices and extents: if all are inside, so are those of all turns, from ``first`` to ``last``."""
+        ends = {} if self.variable is None else {self.variable: (first, last)}
         found: dict[tuple[str, str], None] = {}
         for (root, axis, factors), (low, high) in self.ranges.items():
             for constant, largest in ((low, False), (high, True)):
-                found[self._end(Sum(factors, constant), first, last, largest=largest), root.extents[axis]] = (
-                    None
-                )
-        for factors, low in self.least.items():
-            found[self._end(Sum(factors, low), first, last, largest=False), _NO_EXTENT] = None
+                found[Sum(factors, constant).end(ends, largest=largest), root.extents[axis]] = None
+        for factors, constants in self.positive.items():
+            # The upper one is negative where it wraps around.
+            for constant, largest in zip(constants, (False, True), strict=True):
+                found[Sum(factors, constant).end(ends, largest=largest), _NO_EXTENT] = None
         return list(found)
-
-    def _end(self, each: Sum, first: str, last: str, *, largest: bool) -> str:
-        """Text of the smallest or largest value of a sum."""
-        if self.variable is None:
-            return each.text()
-        at = last if (each.factor_of(self.variable) >= 0) == largest else first
-        return each.text({self.variable: at})
 
 
 @dataclass
@@ -141,8 +94,9 @@ class View:
     names: dict[str, Sum | Capped | None] = field(default_factory=dict)
     #: arrays that a called function was given
     arrays: dict[str, Root] = field(default_factory=dict)
-    #: what is read of shared arrays
-    shared: SharedReads | None = None
+    #: what is read of arrays that the kernel only reads, and of shared arrays
+    constants: ConstantReads = field(default_factory=ConstantReads)
+    shared: SharedReads = field(default_factory=SharedReads)
     #: elements, as bits, that are read of own arrays and may be unwritten; and those that are known to be written
     own: dict[str, int] = field(default_factory=dict)
     own_written: Mapping[str, int] = field(default_factory=dict)
@@ -187,12 +141,16 @@ class View:
             symbol = _DIVISIONS[type(node.op)]
         if isinstance(node.op, ast.RShift) and (right.factors or not 0 <= right.constant < 63):
             symbol = None
-        return None if symbol is None else self._term(f"({left.text()} {symbol} {right.text()})", left, right)
+        if symbol is None:
+            return None
+        return self._term(f"({left.text()} {symbol} {right.text()})", left, right) or _part(
+            left, symbol, right
+        )
 
     def _term(self, text: str, *parts: Sum) -> Sum | None:
         """What stays as it is in all turns, as one term."""
         variable = self.bounds.variable
-        if variable is not None and any(variable in term for part in parts for term, _ in part.factors):
+        if variable is not None and any(part.depends_on(variable) for part in parts):
             return None
         return Sum(((text, 1),))
 
@@ -239,12 +197,16 @@ class View:
 
     # --- statements
 
+    def again(self) -> View:
+        """The same, before any of its statements was written."""
+        return replace(self, names=dict(self.names))
+
     def called(self, parsed: ParsedFunction, given: list[Sum | Capped | Root | None]) -> View:
         """What is known inside of a function that is called with these."""
         pairs = list(zip(parsed.parameters, given, strict=True))
         names = {name: each for name, each in pairs if not isinstance(each, Root)}
         arrays = {name: each for name, each in pairs if isinstance(each, Root)}
-        return View(self.bounds, parsed, None, names, arrays, self.shared)
+        return View(self.bounds, parsed, None, names, arrays, self.constants, self.shared)
 
     def ran(self, node: ast.stmt) -> None:
         """A statement was written."""
@@ -262,3 +224,16 @@ class View:
 
 def _sum_of(text: str) -> Sum | None:
     return Sum.of({}, int(text)) if text.isdigit() else Sum(((text, 1),))
+
+
+def _widen(ranges: dict[_Key, tuple[int, int]], key: _Key, value: int) -> None:
+    low, high = ranges.get(key, (value, value))
+    ranges[key] = (min(low, value), max(high, value))
+
+
+def _part(left: Sum, symbol: str, right: Sum) -> Sum | None:
+    """A part of a sum that differs from turn to turn."""
+    if symbol == "&" and right.factors:
+        left, right = right, left
+    part = None if right.factors else Part.made(left, symbol, right.constant)
+    return None if part is None else Sum.of({part: 1}, 0)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from instrumentation.kernel.checked_bounds import Capped, Sum
+from instrumentation.kernel.checked_sums import Sum
 from instrumentation.kernel.origin import origin_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from instrumentation.kernel.checked_sums import Capped, Part
     from instrumentation.kernel.parse import ParsedFunction
 
 #: states that are looked at together
@@ -52,6 +53,9 @@ def _is(node: ast.expr, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 
+Factors: TypeAlias = "tuple[tuple[str | Part, int], ...]"
+
+
 @dataclass
 class _Range:
     low: int
@@ -64,12 +68,12 @@ class SharedReads:
     """What one loop reads of shared arrays, by number of the element."""
 
     #: text of the loop's variable; None where the loop is written out
-    variable: str | None
+    variable: str | None = None
     #: extents of the arrays that have states
-    extents: Mapping[str, tuple[int, ...]]
+    extents: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     #: those of which all that is read is written
     written: frozenset[str] = frozenset()
-    ranges: dict[tuple[str, tuple[tuple[str, int], ...]], _Range] = field(default_factory=dict)
+    ranges: dict[tuple[str, Factors], _Range] = field(default_factory=dict)
 
     def add(self, name: str, indices: Iterable[Sum | Capped]) -> bool:
         """A load of each turn: whether it is known to be of what is written."""
@@ -91,27 +95,24 @@ class SharedReads:
         dear = {name for (name, factors), found in self.ranges.items() if not self._is_worth(factors, found)}
         return frozenset(name for name, _ in self.ranges) - dear
 
-    def _is_worth(self, factors: tuple[tuple[str, int], ...], found: _Range) -> bool:
+    def _is_worth(self, factors: Factors, found: _Range) -> bool:
         a_turn = found.high - found.low + 1
         if self.variable is not None:
-            step = abs(dict(factors).get(self.variable, 0))
-            if any(self.variable in term for term, _ in factors if term != self.variable):
+            others = [term for term, _ in factors if term != self.variable]
+            if any(Sum(((term, 1),)).depends_on(self.variable) for term in others):
                 return False
-            a_turn = max(step, 1)
+            a_turn = max(abs(dict(factors).get(self.variable, 0)), 1)
         return a_turn <= found.loads * WORD * _WORDS_A_LOAD
 
     def tests(self, first: str, last: str) -> list[str]:
         """Expressions that hold where all that is read of the arrays that are ``written`` is so."""
         texts = []
+        ends = {} if self.variable is None else {self.variable: (first, last)}
         for (name, factors), found in self.ranges.items():
             if name not in self.written:
                 continue
-            rises = self.variable is None or dict(factors).get(self.variable, 0) >= 0
-            ends = (first, last) if rises else (last, first)
-            low, high = (
-                Sum(factors, constant).text({self.variable: end} if self.variable else None)
-                for constant, end in zip((found.low, found.high), ends, strict=True)
-            )
+            low = Sum(factors, found.low).end(ends, largest=False)
+            high = Sum(factors, found.high).end(ends, largest=True)
             # Of a range whose length is known, the compiler can look at all words at a time.
             words = (found.high - found.low + WORD - 1) // WORD + 1 if self.variable is None else 0
             texts.append(f"all_written(s_{name}, {low}, {high}, {words})")

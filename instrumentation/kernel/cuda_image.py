@@ -81,6 +81,7 @@ def image_path(kernel: Kernel, compute_capability: tuple[int, int], *, checked: 
         repr(kernel.signature),
         repr(kernel.block),
         repr(kernel.ahead),
+        repr(kernel.checked_resident if checked else kernel.resident),
         f"sm_{major}{minor}",
         f"checked {sorted(kernel.constants)}" if checked else "",
     ]

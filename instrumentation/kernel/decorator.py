@@ -67,6 +67,7 @@ class Kernel:
         strict: bool,
         ahead: RowsAhead | None = None,
         resident: int | None = None,
+        checked_resident: int | None = None,
         constants: Sequence[str] = (),
     ) -> None:
         self.signature: dict[str, Any] = _checked_signature(function)
@@ -80,6 +81,7 @@ class Kernel:
         self.ahead = ahead
         #: blocks that a GPU's multiprocessor shall hold at a time
         self.resident = resident
+        self.checked_resident = checked_resident
         self.name = self.parsed.name
         #: arrays that are written once, before any launch: what is said of them changes no result
         self.constants: frozenset[str] = frozenset(constants) | (
@@ -126,12 +128,14 @@ class Kernel:
     def ptx(self, compute_capability: tuple[int, int], *, checked: bool = False) -> str:
         """PTX text for a compute capability, compiled without a GPU; ``checked``: of the checked form.
 
-        The checked form fetches nothing ahead, and takes the registers that its checks need.
+        The checked form fetches nothing ahead, and needs more registers.
         """
         if checked:
             known = self.constants | self.unread_states
             text = compile_checked_ptx(self.plan, self.access_table, compute_capability, known)
-            return with_entry(text, self.signature, self.block, compute_capability)
+            return with_entry(
+                text, self.signature, self.block, compute_capability, resident=self.checked_resident
+            )
         plain = compile_ptx(self.function, self.parsed, cuda_signature(self.signature), compute_capability)
         return with_entry(
             plain,
@@ -173,6 +177,7 @@ def kernel(
     strict: bool = False,
     ahead: RowsAhead | None = None,
     resident: int | None = None,
+    checked_resident: int | None = None,
     constants: Sequence[str] = (),
 ) -> Callable[[Callable[..., None]], Kernel]:
     """Make a kernel of a Numba CUDA function whose parameters are annotated with ``instrumentation.kernel.types``.
@@ -180,7 +185,8 @@ def kernel(
     ``block``: threads of a block, one to three dimensions, a compile-time constant (at most 1,024 threads).
     ``strict``: refuse float arithmetic whose bits depend on the lowering (see ``strict.py``).
     ``ahead``: rows of constant matrices that a GPU may fetch early, which changes no result.
-    ``resident``: blocks that a GPU's multiprocessor shall hold at a time, for which its assembler leaves registers.
+    ``resident``: blocks that a GPU's multiprocessor shall hold at a time, for which its assembler leaves registers;
+    ``checked_resident``: of its checked form.
     ``constants``: arrays that are written once, such as weights; a checked form for CUDA is made for that, and right
     for others too. Those of ``ahead`` are among them.
     Raises ``KernelDialectError`` with file, line and reason for source outside the dialect.
@@ -193,7 +199,15 @@ def kernel(
         )
 
     def decorate(function: Callable[..., None]) -> Kernel:
-        return Kernel(function, shape, strict=strict, ahead=ahead, resident=resident, constants=constants)
+        return Kernel(
+            function,
+            shape,
+            strict=strict,
+            ahead=ahead,
+            resident=resident,
+            checked_resident=checked_resident,
+            constants=constants,
+        )
 
     return decorate
 

@@ -51,7 +51,7 @@ class CudaModule(HostModule):
     def seen_function(self, function: Any, shapes: tuple[ArgumentShape, ...], view: View) -> str:
         """Name of the form of a device function in which a view's indices are not looked at."""
         lines = settled(
-            lambda moving: DeviceFunctionEmitter(self, function.parsed, shapes, "d_", moving, view)
+            lambda moving: DeviceFunctionEmitter(self, function.parsed, shapes, "d_", moving, view.again())
         )
         text = "\n".join(lines)
         if text not in self._seen:

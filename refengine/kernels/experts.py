@@ -18,7 +18,7 @@ from instrumentation.kernel import Kernel, device_function, kernel
 from instrumentation.kernel.types import f32_2d, f32_3d, i32, i32_2d, u8_2d, u16_2d, u32_2d
 from refengine.kernels.elementwise import SPAN
 from refengine.kernels.gates import sigmoid_f64
-from refengine.kernels.mul_mat import both_totals_of, reading, suffix, totals_of
+from refengine.kernels.mul_mat import both_totals_of, checked_resident, reading, suffix, totals_of
 from refengine.kernels.numerics import FULL, INFINITY, exp_f32, sigmoid_f32, warp_max, warp_sum
 
 #: chosen probabilities are divided by their sum, or by this where the sum is smaller
@@ -91,7 +91,12 @@ def mul_mat_experts(quantisation: GGMLQuantizationType, outputs: int | None = No
     width = outputs or 1
     columns = tuple(range(width))
 
-    @kernel(block=32, strict=True, constants=("codes", "halves", "words"))
+    @kernel(
+        block=32,
+        strict=True,
+        checked_resident=checked_resident(1, outputs, 1),
+        constants=("codes", "halves", "words"),
+    )
     @reading(outputs, codes=quantisation)
     def mul_mat_experts(
         codes: u8_2d, halves: u16_2d, words: u32_2d, index: i32_2d, x: f32_2d, y: f32_3d
@@ -133,6 +138,7 @@ def experts_swiglu(
     @kernel(
         block=32,
         strict=True,
+        checked_resident=checked_resident(1, outputs, 2),
         constants=tuple(f"{of}_{part}" for of in ("gate", "up") for part in ("codes", "halves", "words")),
     )
     @reading(outputs, gate_codes=quantisations[0], up_codes=quantisations[1])

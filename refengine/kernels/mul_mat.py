@@ -25,6 +25,9 @@ TILE = 4
 WIDE_TILE = 8
 #: blocks of so many rows that a multiprocessor shall hold at a time
 WIDE_RESIDENT = 16
+#: the same of checked forms: a quarter of a multiprocessor's registers serves 3 warps of 168, or 4 of 128, and without
+#: a limit the assembler takes some more than either
+CHECKED_RESIDENT, FEW_CHECKED_RESIDENT = 16, 12
 #: outputs that a warp makes of one row on a GPU, for so many outputs at least: they share x, but leave fewer warps
 WIDE_OUTPUTS = ((16384, 4), (4096, 2), (1, 1))
 Function = TypeVar("Function", bound=Callable[..., None])
@@ -85,7 +88,21 @@ def launched(tile: int, outputs: int | None, *groups: tuple[str, ...]) -> dict[s
     """Arguments of ``kernel`` for a kernel of products; ``groups`` as of ``rows_ahead``."""
     # With many rows a warp's sums take most of the registers that it can have, and 8 warps hide no load.
     resident = WIDE_RESIDENT if outputs is not None and tile >= WIDE_TILE else None
-    return {"block": 32, "strict": True, "ahead": rows_ahead(outputs, *groups), "resident": resident}
+    together = max(len(group) for group in groups)
+    return {
+        "block": 32,
+        "strict": True,
+        "ahead": rows_ahead(outputs, *groups),
+        "resident": resident,
+        "checked_resident": checked_resident(tile, outputs, together),
+    }
+
+
+def checked_resident(tile: int, outputs: int | None, together: int) -> int | None:
+    """Blocks that a multiprocessor shall hold of a checked product; ``together``: matrices that are taken in turn."""
+    if outputs is None:
+        return None
+    return CHECKED_RESIDENT if tile * together == 1 else FEW_CHECKED_RESIDENT
 
 
 @functools.cache

@@ -13,8 +13,8 @@ from ptx_cuda import ptx_device
 from trap_world import World
 
 from instrumentation.kernel import device_function, kernel
-from instrumentation.kernel.checked_bounds import Capped, Sum
 from instrumentation.kernel.checked_states import SharedReads
+from instrumentation.kernel.checked_sums import Capped, Sum
 from instrumentation.kernel.lower_checked_cuda import checked_source
 from instrumentation.kernel.types import i32, i64_1d
 from refengine.kernels import all_kernels

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from instrumentation.errors import DeviceError
 from instrumentation.kernel import RowsAhead, kernel
 from instrumentation.kernel.cuda_entry import with_entry
-from instrumentation.kernel.cuda_image import build_image, entry_of
+from instrumentation.kernel.cuda_image import build_image, entry_of, image_path
 from instrumentation.kernel.types import f32, f32_1d, f32_2d, u8_2d
 
 HOPPER, AMPERE = (9, 0), (8, 0)
@@ -21,7 +21,7 @@ def entry_lines(ptx: str) -> list[str]:
     return [line.strip() for line in body.splitlines() if line.strip()]
 
 
-@kernel(block=(32, 2), ahead=RowsAhead(2, (("codes", "halves"), ("more",))), resident=8)
+@kernel(block=(32, 2), ahead=RowsAhead(2, (("codes", "halves"), ("more",))), resident=8, checked_resident=6)
 def reader(scale: f32, codes: u8_2d, halves: u8_2d, more: u8_2d, x: f32_1d, y: f32_2d) -> None:
     y[0, 0] = scale * x[0] + codes[0, 0] + halves[0, 0] + more[0, 0]
 
@@ -37,6 +37,17 @@ def test_the_number_of_threads_stands_at_the_entry():
         assert lines[:2] == [".reqntid 32, 2, 1", ".minnctapersm 8"]
         assert entry_lines(plain.ptx(capability))[0] == ".reqntid 64, 1, 1"
         assert ".minnctapersm" not in plain.ptx(capability)
+        assert entry_lines(reader.ptx(capability, checked=True))[:2] == [
+            ".reqntid 32, 2, 1",
+            ".minnctapersm 6",
+        ]
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_images_for_other_numbers_of_resident_blocks_are_others(monkeypatch, checked):
+    before = image_path(reader, HOPPER, checked=checked)
+    monkeypatch.setattr(reader, "checked_resident" if checked else "resident", 4)
+    assert image_path(reader, HOPPER, checked=checked) != before
 
 
 @pytest.mark.parametrize("made", [reader, plain], ids=["reader", "plain"])
