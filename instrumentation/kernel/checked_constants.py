@@ -51,18 +51,18 @@ class ConstantReads:
     def lines(self, sure: str, turns: str) -> list[str]:
         """Statements after which the name ``sure`` holds only if all states are those of what is written.
 
-        ``turns``: the loop's own first line.
+        ``turns``: the loop's own first line, ``for k in ...:``; there is a turn where ``sure`` holds.
         """
+        variable = turns.split()[1]
         lines: list[str] = []
         for name, numbers in self.numbers.items():
-            lines += [
-                f"if {sure} and s_{name} != 0:",
-                "    _states = int32(-1)",
-                f"    {turns}",
-                *(
-                    f"        _states = common_states(_states, v_{name}, {number}, s_{name})"
-                    for number in numbers
-                ),
-                f"    {sure} = are_written(_states, v_{name})",
-            ]
+            looks = {
+                number: f"_states = common_states(_states, v_{name}, {number}, s_{name})"
+                for number in numbers
+            }
+            once = [look for number, look in looks.items() if variable not in number]
+            each = [f"    {look}" for number, look in looks.items() if variable in number]
+            loop = [turns, *each] if each else []
+            body = ["_states = int32(-1)", *once, *loop, f"{sure} = are_written(_states, v_{name})"]
+            lines += [f"if {sure} and s_{name} != 0:", *(f"    {line}" for line in body)]
         return lines

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 #: statements of a loop that is written out
 MOST_WRITTEN_OUT = 1024
 SHARED_ACCESS = 2
-#: accesses of a loop that is written out and for whose sake it is written twice
-LEAST_SURE = 8
+#: accesses of a loop that is written out and for whose sake it is written twice, and the most statements of such a loop
+LEAST_SURE, MOST_TWICE = 8, 400
 
 
 @dataclass(frozen=True)
@@ -186,6 +186,8 @@ class LoopEmitter(OwnArrays):
         rises = len(ends) < 3 or (isinstance(ends[2], ast.Constant) and isinstance(step, int) and step > 0)
         simple = not any(self._does_more(n) for end in ends for n in ast.walk(end))
         if not rises or not simple or self.parsed.has_collective(node) or leaves(node.body):
+            return False
+        if turns is not None and len(turns) * self._size(node.body) > MOST_TWICE:
             return False
         variable = None if turns is not None else f"v_{node.target.id}"
         view, sure = self._seen(node, turns, variable, Beforehand())

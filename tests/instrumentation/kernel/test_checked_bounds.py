@@ -289,6 +289,14 @@ def test_where_states_are_looked_at_first(tmp_path, n_reads, said, first):
     assert source.count("try_load_ro(v_x") == n_reads
 
 
+def test_states_that_are_the_same_in_each_turn_are_looked_at_once(tmp_path):
+    reads = "".join(f"        total = total + x[t + {i}] * x[k + {i}]\n" for i in range(8))
+    source = source_of(tmp_path, f"    for k in range(n):\n{reads}")
+    before, _, behind = source.partition("for v_k")
+    assert before.count("common_states(") == 8
+    assert behind.count("common_states(") == 8
+
+
 def test_equal_reads_are_one_state(tmp_path):
     reads = "        total = total + x[k]\n" * 9
     assert "common_states(" not in source_of(tmp_path, f"    for k in range(n):\n{reads}")
