@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from instrumentation.kernel.checked_constants import ConstantReads
+from instrumentation.kernel.checked_signs import is_signed, signed_names
 from instrumentation.kernel.checked_states import SharedReads
 from instrumentation.kernel.checked_sums import Capped, Part, Sum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from instrumentation.kernel.parse import ParsedFunction
 
@@ -51,6 +52,8 @@ class Bounds:
     positive: dict[tuple[tuple[str | Part, int], ...], tuple[int, int]] = field(default_factory=dict)
     #: arrays of which nothing needs to be looked up, if the host says so
     known: set[str] = field(default_factory=set)
+    #: of terms that are as they say only where other sums are not negative: those
+    guards: dict[str, tuple[Sum, ...]] = field(default_factory=dict)
     n_accesses: int = 0
 
     def require(self, root: Root, indices: list[Sum | Capped]) -> None:
@@ -62,11 +65,19 @@ class Bounds:
                 self._not_negative(index.value)
             for part in each.parts():
                 self._not_negative(part.of)
+            for guard in self.guarding(each):
+                self._not_negative(guard)
             _widen(self.ranges, (root, axis, each.factors), each.constant)
 
     def _not_negative(self, value: Sum) -> None:
-        for each in (value, *(part.of for part in value.parts())):
+        for each in (value, *(part.of for part in value.parts()), *self.guarding(value)):
             _widen(self.positive, each.factors, each.constant)
+
+    def guarding(self, value: Sum) -> Iterator[Sum]:
+        """Sums that must not be negative for a sum's terms to be as they say."""
+        for each in (value, *(part.of for part in value.parts())):
+            for term, _ in each.factors:
+                yield from self.guards.get(term, ()) if isinstance(term, str) else ()
 
     def tests(self, first: str, last: str) -> list[tuple[str, str]]:
         """Indices and extents: if all are inside, so are those of all turns, from ``first`` to ``last``."""
@@ -100,6 +111,8 @@ class View:
     #: elements, as bits, that are read of own arrays and may be unwritten; and those that are known to be written
     own: dict[str, int] = field(default_factory=dict)
     own_written: Mapping[str, int] = field(default_factory=dict)
+    #: names that are surely signed, and arrays of such numbers
+    signs: frozenset[str] = frozenset()
 
     def value(self, node: ast.expr) -> Sum | Capped | None:
         """The sum that an expression is, or a capped one."""
@@ -110,7 +123,9 @@ class View:
             if node.id in self.names or self.outer is None:
                 return self.names.get(node.id)
             text = self.outer(node.id)
-            return None if text is None else _sum_of(text)
+            if text is None:
+                return None
+            return _sum_of(text if node.id in self.signs or text.isdigit() else f"int64({text})")
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             operand = self._sum(node.operand)
             return None if operand is None else operand.times(-1)
@@ -143,9 +158,25 @@ class View:
             symbol = None
         if symbol is None:
             return None
-        return self._term(f"({left.text()} {symbol} {right.text()})", left, right) or _part(
-            left, symbol, right
-        )
+        term = self._term(f"({left.text()} {symbol} {right.text()})", left, right)
+        if term is not None:
+            guarded = symbol == ">>" and not self.signed(node.left)
+            self._guard(term, (left,) if guarded else (), left, right)
+        return term or _part(left, symbol, right)
+
+    def signed(self, node: ast.expr) -> bool:
+        """Whether an expression is surely signed."""
+        return is_signed(self.parsed, node, self.signs)
+
+    def _guard(self, term: Sum, guards: tuple[Sum, ...], *parts: Sum) -> None:
+        """Say what must not be negative for a new term of these parts to be as it says."""
+        ((text, _),) = term.factors
+        assert isinstance(text, str)
+        found = [*self.bounds.guards.get(text, ()), *guards]
+        for part in parts:
+            found += self.bounds.guarding(part)
+        if found:
+            self.bounds.guards[text] = tuple(dict.fromkeys(found))
 
     def _term(self, text: str, *parts: Sum) -> Sum | None:
         """What stays as it is in all turns, as one term."""
@@ -171,6 +202,9 @@ class View:
             value, cap = known if self._term("", known[1]) is not None else reversed(known)
             if self._term("", cap) is not None:
                 return Capped(value, cap)
+        if term is not None:
+            exact = any(self.signed(each) for each in node.args)
+            self._guard(term, () if exact else tuple(known), *known)
         return term
 
     def _extent(self, node: ast.Subscript) -> Sum | None:
@@ -201,12 +235,14 @@ class View:
         """The same, before any of its statements was written."""
         return replace(self, names=dict(self.names))
 
-    def called(self, parsed: ParsedFunction, given: list[Sum | Capped | Root | None]) -> View:
+    def called(self, node: ast.Call, parsed: ParsedFunction, given: list[Sum | Capped | Root | None]) -> View:
         """What is known inside of a function that is called with these."""
         pairs = list(zip(parsed.parameters, given, strict=True))
+        signed = (n for n, each in zip(parsed.parameters, node.args, strict=True) if self.signed(each))
         names = {name: each for name, each in pairs if not isinstance(each, Root)}
         arrays = {name: each for name, each in pairs if isinstance(each, Root)}
-        return View(self.bounds, parsed, None, names, arrays, self.constants, self.shared)
+        signs = signed_names(parsed, signed)
+        return View(self.bounds, parsed, None, names, arrays, self.constants, self.shared, signs=signs)
 
     def ran(self, node: ast.stmt) -> None:
         """A statement was written."""

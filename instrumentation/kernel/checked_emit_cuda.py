@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from numba.core import types as nb
 
 from instrumentation.kernel.checked_loops import LoopEmitter
+from instrumentation.kernel.checked_signs import signed_names
+from instrumentation.kernel.checked_states import WORD
 from instrumentation.kernel.lower_host import AXES
 from instrumentation.kernel.plan import MAX_SHARED_BYTES
 
@@ -60,11 +62,12 @@ class _CudaEmitter(LoopEmitter):
                 self.emit(f"s_{name} = local_array(uint8, {size})")
                 self.emit(f"for _i in range({size}):")
                 self.emit(f"    forget(s_{name}, _i)")
-            elif size <= left:
-                left -= size
+            elif (states := -(-size // WORD) * WORD) <= left:
+                left -= states
                 shared.append((name, size))
                 self.shared[name] = array.shape
-                self.emit(f"s_{name} = shared_array(uint8, {size})")
+                # Whole words: they are looked at as such.
+                self.emit(f"s_{name} = shared_array(uint8, {states})")
             else:
                 self.emit(f"s_{name} = 0")
         if shared:
@@ -120,6 +123,9 @@ class KernelEmitter(_CudaEmitter):
         ranks = {n: t.ndim for n, t in plan.signature.items() if isinstance(t, nb.Array)}
         super().__init__(module, plan.parsed, ranks, moving)
         self.plan = plan
+        kinds = {n: t.dtype if isinstance(t, nb.Array) else t for n, t in plan.signature.items()}
+        given = (n for n, kind in kinds.items() if kind in nb.signed_domain)
+        self.signs = signed_names(plan.parsed, given)
         self.twice = True
         self._write()
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 #: statements of a loop that is written out
 MOST_WRITTEN_OUT = 1024
 SHARED_ACCESS = 2
+#: of larger numbers, Python would compute products that do not wrap around
+MOST_LITERAL = 1 << 10
 #: accesses of a loop that is written out and for whose sake it is written twice, and the most statements of such a loop
 LEAST_SURE, MOST_TWICE = 8, 400
 
@@ -53,6 +55,8 @@ class LoopEmitter(OwnArrays):
         self._ends: dict[str, str] = {}
         self._n_ends = 0
         self._own_names: dict[int, list[str]] = {}
+        #: names that are surely signed, and arrays of such numbers
+        self.signs: frozenset[str] = frozenset()
         #: extents of shared arrays that have states
         self.shared: dict[str, tuple[int, ...]] = {}
 
@@ -61,6 +65,8 @@ class LoopEmitter(OwnArrays):
         value = self.known.constants.get(name)
         if value is None:
             return super().read(name) + self._ends.get(name, "")
+        if abs(value) >= MOST_LITERAL:
+            return f"int64({value})"
         return str(value) if value >= 0 else f"({value})"
 
     def write(self, name: str, value: str) -> str | None:
@@ -118,7 +124,7 @@ class LoopEmitter(OwnArrays):
             else self.view.value(each)
             for each in node.args
         ]
-        view = self.view.called(function.parsed, given)
+        view = self.view.called(node, function.parsed, given)
         name = self.module.seen_function(function, tuple(self._array_shape(a) for a in node.args), view)
         texts = [self._argument(each) for each in node.args]
         return f"{name}({', '.join([*texts, self.access.call(function.parsed, node, self.where) or ''])})"
@@ -237,6 +243,7 @@ class LoopEmitter(OwnArrays):
             constants=ConstantReads(looked=beforehand.looked),
             shared=SharedReads(variable, self.shared, beforehand.shared),
             own_written=beforehand.own,
+            signs=self.signs,
         )
         view.arrays = {name: Root(name, tuple(self.extents(name)), self.kind(name)) for name in self.ranks}
         assert isinstance(node.target, ast.Name)

@@ -30,6 +30,8 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
     ast.GtE: operator.ge,
 }  # fmt: skip
 _MOST_SHIFTED = 32
+#: what an int64 is less than
+_MOST = 1 << 63
 
 
 @dataclass
@@ -44,7 +46,11 @@ class Known:
         return Known(dict(self.constants), {name: set(found) for name, found in self.written.items()})
 
     def value(self, node: ast.expr) -> int | None:
-        """The integer that an expression is; None when it is not known."""
+        """The integer that an expression is; None when it is not known, or wraps around or is unsigned on a device."""
+        value = self._whole_number(node)
+        return value if value is not None and -_MOST <= value < _MOST else None
+
+    def _whole_number(self, node: ast.expr) -> int | None:
         if isinstance(node, ast.Constant):
             return node.value if isinstance(node.value, int) and not isinstance(node.value, bool) else None
         if isinstance(node, ast.Name):
@@ -141,7 +147,8 @@ def names_of_turns(loop: ast.For, parsed: ParsedFunction) -> list[str]:
     everywhere = Counter(_read(parsed.walk()))
     targets = {n.target.id for n in inside if isinstance(n, ast.For) and isinstance(n.target, ast.Name)}
     found: list[str] = []
-    seen: set[str] = set()
+    # The loop's ends are read once, before its first turn.
+    seen = set(_read(ast.walk(loop.iter)))
     for statement in loop.body:
         target = statement.targets[0] if isinstance(statement, ast.Assign) else None
         used = set(_read(ast.walk(statement)))

@@ -150,7 +150,8 @@ class Function:
             return f"F(0x{text[2:]}, '{width}')"
         if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", text):
             number = int(text, 0)
-            return str(number) if kind[0] == "s" else str(number & MASKS[64])
+            bits = int(kind[1:]) if kind[0] in "bu" and kind != "b1" else 64
+            return str(number) if kind[0] == "s" else str(number & MASKS[bits])
         if text in self.places:
             return str(self.places[text])
         return name_of(text)

@@ -19,7 +19,7 @@ from instrumentation.kernel import device_function, kernel
 from instrumentation.kernel.checked_bounds import Bounds, Root, View
 from instrumentation.kernel.checked_sums import MOST_FACTOR, Part, Sum
 from instrumentation.kernel.lower_checked_cuda import checked_source
-from instrumentation.kernel.types import i32, i32_1d, i64_1d, i64_2d, u8_1d, u16_1d
+from instrumentation.kernel.types import i32, i32_1d, i64_1d, i64_2d, u8_1d, u16_1d, u32, u64
 
 N = 24
 
@@ -265,6 +265,52 @@ def test_a_name_that_one_of_several_ways_gives_is_not_known(tmp_path, body):
     assert "sure_load_ro(v_x," not in source
 
 
+def test_ends_that_a_loop_assigns_are_read_before_it(tmp_path):
+    source = source_of(
+        tmp_path,
+        "    m = n + 1\n    for k in range(m):\n        m = k + 1\n        total = total + x[m] + x[k]",
+    )
+    (end,) = set(re.findall(r"for v_k\w* in range\((\w+)\):", source))
+    assert end == "v_m"
+
+
+@kernel(block=4)
+def unsigned(
+    x: i64_1d, z: i64_2d, y: i64_1d, first: u32, end: u32, a: u32, b: u32, h: u64, n: i32, by: i32
+) -> None:
+    t = cuda.threadIdx.x
+    total = z[0, t]
+    for k in range(first, end):
+        total = total + x[((a - b) >> 60) + k]  # shifted without a sign
+    for k in range(n):
+        total = total + x[((h << 3) >> 61) + k]
+    for k in range(first, end):
+        total = total + x[max(a - b, b - a) + k]
+    for k in range(n):
+        total = total + x[((h + 0) >> 60) + k + by]  # with one
+    for k in range(n):
+        total = total + x[(h >> 60) + k]
+    y[t] = total
+
+
+@pytest.mark.parametrize("numbers", [
+    {"a": 3, "b": 5}, {"a": 5, "b": 3}, {"a": 4, "b": 4}, {"h": 7 << 60}, {"h": 9 << 60, "by": 1},
+    {"h": 9 << 60, "by": 8}, {"h": 2**64 - 1, "by": 1}, {"first": 2**32 - 3, "end": 2**32 - 1},
+], ids=str)  # fmt: skip
+def test_unsigned_numbers_are_shifted_and_compared_as_such(numbers):
+    given = {"first": 1, "end": 18, "a": 0, "b": 0, "h": 0, "n": 20, "by": 0} | numbers
+    assert launched(World(device=ptx_device()), given, unsigned) == launched(World(), given, unsigned)
+
+
+def test_signed_numbers_may_be_negative_before_a_loop(tmp_path):
+    source = source_of(
+        tmp_path, "    for k in range(n):\n        total = total + x[k + min(n - 9, places.shape[0])]"
+    )
+    (test,) = re.findall(r"if all_within\(.*", source)
+    assert "int64(" not in test
+    assert str(2**63 - 1) not in test
+
+
 def test_ends_may_be_extents(tmp_path):
     source = source_of(
         tmp_path, "    for k in range(min(n, x.shape[0] >> 1)):\n        total = total + x[2 * k]"
@@ -348,7 +394,8 @@ def expressions(numbers):
 def value_of(text, bounds):
     """What is known of an index in the loop of ``bounds``."""
     names = {"k": Sum((("k", 1),))}
-    return View(bounds, walk.parsed, lambda name: name, names).value(ast.parse(text, mode="eval").body)
+    view = View(bounds, walk.parsed, lambda name: name, names, signs=frozenset("ka"))
+    return view.value(ast.parse(text, mode="eval").body)
 
 
 @settings(max_examples=300)

@@ -117,6 +117,46 @@ def test_what_is_dear_to_look_at_is_looked_at_where_it_is_read():
     assert not reads.add("near", [Capped(k, lane)])
 
 
+@kernel(block=8)
+def short(x: i64_1d, y: i64_1d, n: i32, hole: i32, of: i32) -> None:
+    t = cuda.threadIdx.x
+    five = cuda.shared.array(5, int64)
+    nine = cuda.shared.array((3, 3), int64)
+    if t < 5 and (t != hole or of != 5):
+        five[t] = x[t]
+    for k in range(2):
+        if t + 8 * k < 9 and (t + 8 * k != hole or of != 9):
+            nine[(t + 8 * k) // 3, (t + 8 * k) % 3] = x[t + k]
+    cuda.syncthreads()
+    total = t
+    for k in range(n):
+        total = total * 3 + five[k]
+    for k in range(n):
+        total = total * 3 + nine[k // 2, k & 1] + nine[2, 2]
+    for k in range(3):
+        total = total * 3 + nine[1, k]
+    y[t] = total
+
+
+@pytest.mark.parametrize("of", [5, 9])
+def test_arrays_that_are_no_whole_words(of):
+    """Their states are looked at in words all the same, which lie inside of what holds them."""
+    source, _ = checked_source(short.plan, short.access_table)
+    assert "all_written(s_five, " in source
+    assert "s_five = shared_array(uint8, 8)" in source
+    assert "s_nine = shared_array(uint8, 16)" in source
+
+    def found(world, hole):
+        arguments = world.bind({"x": np.arange(N), "y": np.full(8, -1), "n": 5, "hole": hole, "of": of})
+        world.stream.launch(short, 1, arguments)
+        world.stream.synchronize()
+        return sorted((f.code, f.access[0].line, f.count) for f in world.findings if f.code.startswith("MEM"))
+
+    assert found(World(device=ptx_device()), -1) == []
+    for hole in range(of):
+        assert found(World(device=ptx_device()), hole) == found(World(), hole)
+
+
 class TestOwnArrays:
     """States of own arrays: bits of a number where all places are constants."""
 
