@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from instrumentation.kernel.checked_runtime import FREED, NEVER, WRITTEN
+from instrumentation.kernel.checked.runtime import FREED, NEVER, WRITTEN
 from instrumentation.ranges import Ranges
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from instrumentation.devices.cuda_context import PROCESS
 from instrumentation.devices.host_memory import bytes_at
 from instrumentation.devices.trap import Run, findings
 from instrumentation.findings import CallSite
-from instrumentation.kernel.checked_report_cuda import (
+from instrumentation.kernel.checked.report_cuda import (
     COUNTED_WORDS,
     DEVICE_REPORT_WORDS,
     FLAG_WORDS,

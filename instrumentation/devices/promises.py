@@ -10,8 +10,8 @@ from instrumentation.findings import Finding
 
 if TYPE_CHECKING:
     from instrumentation.devices.trap import Run
-    from instrumentation.kernel.checked_access import Site
-    from instrumentation.kernel.checked_report import Record
+    from instrumentation.kernel.checked.access import Site
+    from instrumentation.kernel.checked.report import Record
 
 
 def divergence(record: Record, run: Run, notes: tuple[str, ...]) -> Finding:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from instrumentation.kernel.checked_report import RACE, Other, Record
+from instrumentation.kernel.checked.report import RACE, Other, Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from instrumentation.devices.launch import Launch
-    from instrumentation.kernel.checked_access import Resolved
+    from instrumentation.kernel.checked.access import Resolved
 
 _WARP = 32
 Position = tuple[int, int, int]

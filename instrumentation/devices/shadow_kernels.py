@@ -4,7 +4,7 @@
 from numba import cuda
 
 from instrumentation.kernel import kernel
-from instrumentation.kernel.checked_runtime import WRITTEN
+from instrumentation.kernel.checked.runtime import WRITTEN
 from instrumentation.kernel.types import u8_1d
 
 BLOCK = 256

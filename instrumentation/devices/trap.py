@@ -14,8 +14,8 @@ from instrumentation.devices.races import Race, merged, position, race_of
 from instrumentation.devices.shadow_kernels import BLOCK, mark_written
 from instrumentation.devices.steps import DeviceArray, Step
 from instrumentation.findings import CallSite, Finding
-from instrumentation.kernel.checked_races import tables
-from instrumentation.kernel.checked_report import (
+from instrumentation.kernel.checked.races import tables
+from instrumentation.kernel.checked.report import (
     DIVERGED,
     OUTSIDE,
     RACE,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from instrumentation.buffer import Buffer
     from instrumentation.devices.launch import Launch
     from instrumentation.findings import BufferFacts, MemoryWindow
-    from instrumentation.kernel.checked_access import Resolved
+    from instrumentation.kernel.checked.access import Resolved
     from instrumentation.ownership import Owner
     from instrumentation.view import View
 
@@ -49,7 +49,7 @@ class Trap:
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         self.called_at = CallSite()
-        #: see ``checked_report``
+        #: see ``checked.report``
         self.report: Words = np.zeros(REPORT_WORDS, np.int64)
         self._views = tuple(launch.views.values())
         #: where races are looked for

@@ -11,10 +11,10 @@ from numba.core import types as nb
 
 from instrumentation.errors import KernelDialectError
 from instrumentation.kernel.access import AccessSets, access_sets
-from instrumentation.kernel.checked_states import allowed_reads
+from instrumentation.kernel.checked.lower_cuda import compile_checked_ptx
+from instrumentation.kernel.checked.states import allowed_reads
 from instrumentation.kernel.cuda_entry import RowsAhead, with_entry
 from instrumentation.kernel.host_compile import CompiledKernel, access_table, compile_host
-from instrumentation.kernel.lower_checked_cuda import compile_checked_ptx
 from instrumentation.kernel.lower_cuda import compile_ptx, cuda_function, cuda_signature
 from instrumentation.kernel.lower_host import HostOptions
 from instrumentation.kernel.parse import ParsedFunction, number_type, parse_function
@@ -24,7 +24,7 @@ from instrumentation.kernel.types import signature_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from instrumentation.kernel.checked_access import AccessTable
+    from instrumentation.kernel.checked.access import AccessTable
 
 _PLAIN = HostOptions()
 

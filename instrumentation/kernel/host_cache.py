@@ -28,7 +28,7 @@ _log = structlog.get_logger(__name__)
 def version() -> str:
     """Hash of this package's sources and of the compiler's version."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {sys.version_info[:2]}".encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -10,8 +10,9 @@ import structlog
 from numba import types
 from numba.core import errors
 
-from instrumentation.kernel import checked_races, host_cache
-from instrumentation.kernel.checked_access import AccessTable, CheckedAccess
+from instrumentation.kernel import host_cache
+from instrumentation.kernel.checked import races
+from instrumentation.kernel.checked.access import AccessTable, CheckedAccess
 from instrumentation.kernel.host_pipeline import compile_entry, no_collections
 from instrumentation.kernel.host_types import infer_lane_types
 from instrumentation.kernel.lower_host import HostModule, HostOptions, KernelEmitter, entry_lines
@@ -54,7 +55,7 @@ def compile_host(plan: KernelPlan, options: HostOptions, *, strict_floats: bool)
     stem = host_cache.file_stem(plan.parsed.name, "\n".join([*parts, host_cache.version()]))
     path = host_cache.cache_folder() / f"{stem}.py"
     if options.checked:
-        checked_races.link()
+        races.link()
     with _lock:
         if not host_cache.is_whole(path):
             host_cache.write(path, generate(plan, options, strict_floats=strict_floats))

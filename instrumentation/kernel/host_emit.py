@@ -80,7 +80,7 @@ class HostAccess:
 class FunctionEmitter:
     """Names, indices, expressions, and the statements of one thread."""
 
-    #: who makes an access: see ``checked_runtime``
+    #: who makes an access: see ``checked.runtime``
     where = "_where"
 
     def __init__(self, module: HostModule, parsed: ParsedFunction, ranks: dict[str, int]) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from instrumentation.kernel.plan import KernelPlan
 
 AXES = "xyz"
-#: who makes a checked access: see ``checked_runtime``. What is uniform is done by the first thread.
+#: who makes a checked access: see ``checked.runtime``. What is uniform is done by the first thread.
 _UNIFORM = "(_report, int64(0), _b, int64(0), _now, _since, _table)"
 _THREAD = "(_report, int64(0), _b, _t, _now, _since, _table)"
 #: alias class and number of axes of an array argument; None for a value
@@ -39,7 +39,7 @@ class HostOptions:
     reverse_lanes: bool = False
     #: shared and local arrays start as 0xFF bytes (NaN): a read before the first write shows
     poison: bool = False
-    #: every access is checked: ``checked_access.py``
+    #: every access is checked: ``checked.access``
     checked: bool = False
 
 
@@ -347,8 +347,8 @@ class HostModule:
             "from numba import boolean, float32, float64, int8, int16, int32, int64, uint8, uint16, uint32, uint64",
             "from instrumentation.kernel import intrinsics",
             "from instrumentation.kernel.host_runtime import *",
-            "from instrumentation.kernel.checked_block import *" if self.options.checked else "",
-            "from instrumentation.kernel.checked_runtime import *" if self.options.checked else "",
+            "from instrumentation.kernel.checked.block import *" if self.options.checked else "",
+            "from instrumentation.kernel.checked.runtime import *" if self.options.checked else "",
             "from instrumentation.kernel.host_types import TypedHelper as helper"
             if self.typing
             else "from instrumentation.kernel.host_pipeline import helper",
@@ -363,7 +363,7 @@ def entry_lines(signature: dict[str, Any], body: list[str], *, checked: bool = F
 
     Slots of 8 bytes: grid x, y, z; then each array's address and extents, each scalar. A checked function has more of
     them: the report's address, how far each array's shadow lies from it, 0 where it has none, and the address of the
-    tables of ``checked_races``, 0 where races are not looked for.
+    tables of ``checked.races``, 0 where races are not looked for.
     """
     lines = ["def entry(_args, _begin, _end):", "    _gx, _gy, _gz = _args[0], _args[1], _args[2]"]
     slot = 3

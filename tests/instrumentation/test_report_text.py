@@ -17,7 +17,7 @@ from instrumentation.devices.trap import Run, findings
 from instrumentation.errors import FindingError
 from instrumentation.findings import BufferFacts, CallSite, Finding, FindingLog, Frame, MemoryWindow
 from instrumentation.kernel import device_function, kernel
-from instrumentation.kernel.checked_report import (
+from instrumentation.kernel.checked.report import (
     OUTSIDE,
     RECORD_WORDS,
     REPORT_WORDS,

@@ -22,8 +22,8 @@ from instrumentation.devices.cuda_context import parameter_sizes
 from instrumentation.devices.cuda_driver import STICKY, DriverCallError
 from instrumentation.devices.host_driver import NO_RANGES, RECORD, run_launches
 from instrumentation.kernel import HostOptions
-from instrumentation.kernel.checked_report import REPORT_WORDS
-from instrumentation.kernel.checked_report_cuda import DEVICE_REPORT_WORDS, FLAG_WORDS, add_from_the_host
+from instrumentation.kernel.checked.report import REPORT_WORDS
+from instrumentation.kernel.checked.report_cuda import DEVICE_REPORT_WORDS, FLAG_WORDS, add_from_the_host
 from instrumentation.kernel.cuda_image import CudaImage
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from numba.core import types as nb
 
 from instrumentation.devices.host_driver import NO_RANGES, run_launches
 from instrumentation.kernel import HostOptions, Kernel
-from instrumentation.kernel.checked_races import tables
-from instrumentation.kernel.checked_report import REPORT_WORDS, read_records
+from instrumentation.kernel.checked.races import tables
+from instrumentation.kernel.checked.report import REPORT_WORDS, read_records
 
 #: plain; poisoned shared and local arrays; and reversed lanes too: a correct kernel gives the same bits in each.
 #: Reversed lanes over arrays as they come show no more: what reads them before they are written is found by poison.

@@ -10,8 +10,8 @@ from numba import cuda, float32
 from sample_kernels import arg_max, bits, calls, collectives_inside, tiled_product
 
 from instrumentation.kernel import HostOptions, device_function, kernel
-from instrumentation.kernel.checked_access import MAX_CALLS, AccessTable, CallSite, Site
-from instrumentation.kernel.checked_report import CALL_BITS, RECORDS
+from instrumentation.kernel.checked.access import MAX_CALLS, AccessTable, CallSite, Site
+from instrumentation.kernel.checked.report import CALL_BITS, RECORDS
 from instrumentation.kernel.types import f32_1d, f32_2d
 
 CHECKED = HostOptions(checked=True)

@@ -16,9 +16,9 @@ from ptx_cuda import ptx_device
 from trap_world import World
 
 from instrumentation.kernel import device_function, kernel
-from instrumentation.kernel.checked_bounds import Bounds, Root, View
-from instrumentation.kernel.checked_sums import MOST_FACTOR, Part, Sum
-from instrumentation.kernel.lower_checked_cuda import checked_source
+from instrumentation.kernel.checked.bounds import Bounds, Root, View
+from instrumentation.kernel.checked.lower_cuda import checked_source
+from instrumentation.kernel.checked.sums import MOST_FACTOR, Part, Sum
 from instrumentation.kernel.types import i32, i32_1d, i64_1d, i64_2d, u8_1d, u16_1d, u32, u64
 
 N = 24

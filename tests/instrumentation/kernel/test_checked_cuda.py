@@ -14,10 +14,10 @@ from sample_kernels import arg_max, bits, calls, collectives_inside, tiled_produ
 
 from instrumentation.devices.cuda_context import parameter_sizes
 from instrumentation.kernel import Kernel
-from instrumentation.kernel.checked_report import RECORD_WORDS, RECORDS, REPORT_WORDS, Record, read_records
-from instrumentation.kernel.checked_report_cuda import COUNTED_WORDS, add_from_the_host, as_on_the_host
+from instrumentation.kernel.checked.lower_cuda import checked_source
+from instrumentation.kernel.checked.report import RECORD_WORDS, RECORDS, REPORT_WORDS, Record, read_records
+from instrumentation.kernel.checked.report_cuda import COUNTED_WORDS, add_from_the_host, as_on_the_host
 from instrumentation.kernel.cuda_image import entry_of, image_path
-from instrumentation.kernel.lower_checked_cuda import checked_source
 from refengine.kernels import norm
 from refengine.kernels.elementwise import swiglu
 from refengine.kernels.short_conv import short_conv

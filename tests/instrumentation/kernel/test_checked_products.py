@@ -6,7 +6,7 @@ from gguf.constants import GGMLQuantizationType
 from ptx_cuda import ptx_device
 from trap_world import World
 
-from instrumentation.kernel.lower_checked_cuda import checked_source
+from instrumentation.kernel.checked.lower_cuda import checked_source
 from refengine.kernels.mul_mat import mul_mat
 
 N_OUT, ROWS = 5, 2

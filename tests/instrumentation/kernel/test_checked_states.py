@@ -13,9 +13,9 @@ from ptx_cuda import ptx_device
 from trap_world import World
 
 from instrumentation.kernel import device_function, kernel
-from instrumentation.kernel.checked_states import SharedReads
-from instrumentation.kernel.checked_sums import Capped, Sum
-from instrumentation.kernel.lower_checked_cuda import checked_source
+from instrumentation.kernel.checked.lower_cuda import checked_source
+from instrumentation.kernel.checked.states import SharedReads
+from instrumentation.kernel.checked.sums import Capped, Sum
 from instrumentation.kernel.types import i32, i64_1d
 from refengine.kernels import all_kernels
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from instrumentation.kernel import checked_races
-from instrumentation.kernel.checked_races import ATOMIC, FOUND, LOAD, RECORD_WORDS, SHARED_BYTES, STORE
-from instrumentation.kernel.checked_report import SITE_BITS, THREAD_BITS
+from instrumentation.kernel.checked import races
+from instrumentation.kernel.checked.races import ATOMIC, FOUND, LOAD, RECORD_WORDS, SHARED_BYTES, STORE
+from instrumentation.kernel.checked.report import SITE_BITS, THREAD_BITS
 
 BARRIER, WARP, NEXT = "barrier", "syncwarp", "next block"
 THREADS = (0, 1, 2, 31, 32, 33, 64, 1023)
@@ -40,13 +40,12 @@ class Table:
     """A table of the process, as a checked kernel takes and uses it."""
 
     def __init__(self):
-        checked_races.link()
+        races.link()
         self._begin, self._touch, self._end = (
-            checked_races.compiled(name).ctypes
-            for name in ("refengine_begin", "refengine_touch", "refengine_end")
+            races.compiled(name).ctypes for name in ("refengine_begin", "refengine_touch", "refengine_end")
         )
-        self.table = self._begin(checked_races.tables())
-        self.now = self.since = self.word(checked_races.CLOCK)
+        self.table = self._begin(races.tables())
+        self.now = self.since = self.word(races.CLOCK)
         self.block = -1
         self.next_block()
 

@@ -12,7 +12,7 @@ from kernel_cases import cases
 from numba.core import types as nb
 from ptx_machine import Memory, run
 
-from instrumentation.kernel.checked_report_cuda import DEVICE_REPORT_WORDS, FLAG_WORDS
+from instrumentation.kernel.checked.report_cuda import DEVICE_REPORT_WORDS, FLAG_WORDS
 
 CC = (9, 0)
 #: a matter of seconds, one way of each kind: loops looked at before, own arrays, shared ones, shuffles, halves

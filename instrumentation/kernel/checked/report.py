@@ -1,7 +1,7 @@
 """The report of a checked launch: how it lies in memory, the code that writes it, and how it is read.
 
 A report is a counter of all that was found and a table of records, one for each site, calls around it and kind: how
-often, and who was first. Sites and calls are numbers, which ``checked_access`` gave. Two accesses that race have a
+often, and who was first. Sites and calls are numbers, which ``checked.access`` gave. Two accesses that race have a
 record for each pair of sites.
 """
 

@@ -6,19 +6,19 @@ import ast
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from instrumentation.kernel.checked_bounds import Bounds, Root, View
-from instrumentation.kernel.checked_constants import ConstantReads
-from instrumentation.kernel.checked_own import OwnArrays
-from instrumentation.kernel.checked_states import SharedReads
-from instrumentation.kernel.checked_sums import MOST_FACTOR, Sum
-from instrumentation.kernel.numbered_access import KNOWN, SURE, WRITTEN
+from instrumentation.kernel.checked.bounds import Bounds, Root, View
+from instrumentation.kernel.checked.constants import ConstantReads
+from instrumentation.kernel.checked.numbered_access import KNOWN, SURE, WRITTEN
+from instrumentation.kernel.checked.own import OwnArrays
+from instrumentation.kernel.checked.states import SharedReads
+from instrumentation.kernel.checked.sums import MOST_FACTOR, Sum
 from instrumentation.kernel.written_out import leaves, names_of_turns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from instrumentation.kernel.checked.lower_cuda import CudaModule
     from instrumentation.kernel.host_emit import Place
-    from instrumentation.kernel.lower_checked_cuda import CudaModule
     from instrumentation.kernel.parse import ParsedFunction
 
 #: statements of a loop that is written out

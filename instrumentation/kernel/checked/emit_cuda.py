@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 from numba.core import types as nb
 
-from instrumentation.kernel.checked_loops import LoopEmitter
-from instrumentation.kernel.checked_signs import signed_names
-from instrumentation.kernel.checked_states import WORD
+from instrumentation.kernel.checked.loops import LoopEmitter
+from instrumentation.kernel.checked.signs import signed_names
+from instrumentation.kernel.checked.states import WORD
 from instrumentation.kernel.lower_host import AXES
 from instrumentation.kernel.plan import MAX_SHARED_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from instrumentation.kernel.checked_bounds import View
-    from instrumentation.kernel.lower_checked_cuda import CudaModule
+    from instrumentation.kernel.checked.bounds import View
+    from instrumentation.kernel.checked.lower_cuda import CudaModule
     from instrumentation.kernel.lower_host import ArgumentShape
     from instrumentation.kernel.parse import ParsedFunction
     from instrumentation.kernel.plan import KernelPlan

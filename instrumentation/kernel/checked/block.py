@@ -10,8 +10,8 @@ from numba.core import cgutils, types
 from numba.core.types.containers import UniTuple
 from numba.extending import intrinsic
 
-from instrumentation.kernel.checked_races import CLOCK, RECORD_WORDS, SHARED_BYTES
-from instrumentation.kernel.checked_report import DIVERGED, key_of, recorder
+from instrumentation.kernel.checked.races import CLOCK, RECORD_WORDS, SHARED_BYTES
+from instrumentation.kernel.checked.report import DIVERGED, key_of, recorder
 
 _I64 = ir.IntType(64)
 
@@ -23,7 +23,7 @@ def _word(value: int) -> Any:
 
 
 def _native(name: str, n_words: int) -> Any:
-    """A function of ``checked_races``, which takes words and gives one."""
+    """A function of ``checked.races``, which takes words and gives one."""
 
     def call(builder: Any, values: Any) -> Any:
         kind = ir.FunctionType(_I64, [_I64] * n_words)

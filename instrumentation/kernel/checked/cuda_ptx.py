@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from instrumentation.errors import DeviceError
-from instrumentation.kernel.checked_report_cuda import recorder, recorder_name
+from instrumentation.kernel.checked.report_cuda import recorder, recorder_name
 
 #: what stands in PTX for a check: whether the access is outside, what is odd of its memory's state, key, form, state;
 #: then indices, extents. A form is the bytes of a state, and whether it does not matter if they were written
@@ -28,7 +28,7 @@ _ENDS = re.compile(r"^\s*(?:@!?%\w+\s+)?(?:bra|brx|ret|exit|trap)\b|^\s*[$\w]+:|
 _NAME = re.compile(r"%\w+")
 _FALSE = re.compile(r"mov\.(pred|[ub]32)\s+(%\w+), 0;")
 _FLAG = re.compile(r"selp\.u32\s+(%\w+), 1, 0, (%\w+);")
-#: how ``checked_cuda_access`` writes an instruction with a predicate
+#: how ``checked.cuda_access`` writes an instruction with a predicate
 _IF = re.compile(r"\{ \.reg \.pred rf_p; setp\.ne\.b32 rf_p, (%\w+), 0; (.*?) \}")
 _NEVER = re.compile(r"@rf_p [^;]*;")
 _FIXED = 5  # operands of a mark before its indices

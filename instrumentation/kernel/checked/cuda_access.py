@@ -9,10 +9,10 @@ from numba.core import types
 from numba.cuda.datamodel import PrimitiveModel
 from numba.cuda.extending import register_model
 
-from instrumentation.kernel.checked_cuda_ptx import MARK
-from instrumentation.kernel.checked_report import CHAIN_BITS, OUTSIDE, key_of
-from instrumentation.kernel.checked_report_cuda import ONLY_FREED
-from instrumentation.kernel.checked_runtime import FREED, WRITTEN
+from instrumentation.kernel.checked.cuda_ptx import MARK
+from instrumentation.kernel.checked.report import CHAIN_BITS, OUTSIDE, key_of
+from instrumentation.kernel.checked.report_cuda import ONLY_FREED
+from instrumentation.kernel.checked.runtime import FREED, WRITTEN
 from instrumentation.kernel.host_runtime import KINDS as PLAIN_KINDS
 from instrumentation.kernel.host_runtime import mark
 
@@ -73,7 +73,7 @@ class Access:
         """Say whether something is wrong with this access, and what tells a report so once more.
 
         It is where it is not ``inside``, and where ``odd``, which is of 32 bits, is not 0. Nothing is looked at here:
-        ``checked_cuda_ptx`` does so for all neighbouring accesses at once.
+        ``checked.cuda_ptx`` does so for all neighbouring accesses at once.
         """
         builder = self.builder
         chain = builder.extract_value(self.where, 1)

@@ -7,13 +7,13 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from instrumentation.kernel.checked.numbered_access import INSIDE, WRITTEN
 from instrumentation.kernel.host_emit import FunctionEmitter, Place
-from instrumentation.kernel.numbered_access import INSIDE, WRITTEN
 from instrumentation.kernel.written_out import Known
 
 if TYPE_CHECKING:
-    from instrumentation.kernel.checked_bounds import View
-    from instrumentation.kernel.lower_checked_cuda import CudaModule
+    from instrumentation.kernel.checked.bounds import View
+    from instrumentation.kernel.checked.lower_cuda import CudaModule
     from instrumentation.kernel.parse import ParsedFunction
 
 #: elements of an own array whose states are bits of one number

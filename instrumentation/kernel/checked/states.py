@@ -10,13 +10,13 @@ import ast
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from instrumentation.kernel.checked_sums import Sum
+from instrumentation.kernel.checked.sums import Sum
 from instrumentation.kernel.origin import origin_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from instrumentation.kernel.checked_sums import Capped, Part
+    from instrumentation.kernel.checked.sums import Capped, Part
     from instrumentation.kernel.parse import ParsedFunction
 
 #: states that are looked at together

@@ -11,7 +11,7 @@ import ast
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from instrumentation.kernel.checked_report import CALL_BITS, CHAIN_BITS, SITE_BITS
+from instrumentation.kernel.checked.report import CALL_BITS, CHAIN_BITS, SITE_BITS
 from instrumentation.kernel.host_emit import HostAccess, Place
 from instrumentation.kernel.origin import Origin, origin_of
 

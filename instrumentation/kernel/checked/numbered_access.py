@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING, Any
 
-from instrumentation.kernel.checked_access import MAX_CALLS, AccessTable, CallSite, Site
+from instrumentation.kernel.checked.access import MAX_CALLS, AccessTable, CallSite, Site
 from instrumentation.kernel.host_emit import HostAccess, Place
 from instrumentation.kernel.origin import origin_of
 

@@ -1,6 +1,6 @@
-"""What generated CUDA code calls where every access is checked: ``checked_runtime`` for a GPU.
+"""What generated CUDA code calls where every access is checked: ``checked.runtime`` for a GPU.
 
-An access branches as little as it can, and leaves a mark of what a report would say (``checked_cuda_ptx``). To the
+An access branches as little as it can, and leaves a mark of what a report would say (``checked.cuda_ptx``). To the
 compiler it changes no memory of the kernel's, so that loads on both sides of it are still one. Pointers have address
 spaces: parameters lie in global memory.
 
@@ -18,9 +18,9 @@ from numba.core.errors import TypingError
 from numba.cuda import nvvmutils
 from numba.cuda.extending import _intrinsic, intrinsic
 
-from instrumentation.kernel import checked_runtime
-from instrumentation.kernel.checked_cuda_access import GENERIC, GLOBAL, KINDS, SHARED, Access, Address
-from instrumentation.kernel.checked_cuda_states import (
+from instrumentation.kernel.checked import runtime
+from instrumentation.kernel.checked.cuda_access import GENERIC, GLOBAL, KINDS, SHARED, Access, Address
+from instrumentation.kernel.checked.cuda_states import (
     all_within,
     all_written,
     are_written,
@@ -28,14 +28,14 @@ from instrumentation.kernel.checked_cuda_states import (
     common_states,
     own_state,
 )
-from instrumentation.kernel.checked_runtime import NEVER, WRITTEN
+from instrumentation.kernel.checked.runtime import NEVER, WRITTEN
 from instrumentation.kernel.host_runtime import mark, read_element, want_atomic, want_integer, write_element
 
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
 
 
-called = intrinsic(checked_runtime.called._defn)  # noqa: SLF001 - typed and written as on the host
-unwritten_allowed = intrinsic(checked_runtime.unwritten_allowed._defn)  # noqa: SLF001
+called = intrinsic(runtime.called._defn)  # noqa: SLF001 - typed and written as on the host
+unwritten_allowed = intrinsic(runtime.unwritten_allowed._defn)  # noqa: SLF001
 
 
 @intrinsic

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import cfunc, njit, types
 
-from instrumentation.kernel.checked_report import (
+from instrumentation.kernel.checked.report import (
     CHAIN_BITS,
     KIND_BITS,
     RACE,

@@ -1,4 +1,4 @@
-"""What generated CUDA code calls to look at many indices or states at a time: see ``checked_cuda``."""
+"""What generated CUDA code calls to look at many indices or states at a time: see ``checked.cuda``."""
 
 # ruff: noqa: ARG001 - Numba reads the number of an intrinsic's arguments from its signature
 from __future__ import annotations
@@ -9,8 +9,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.cuda.extending import _intrinsic, intrinsic
 
-from instrumentation.kernel.checked_cuda_access import GLOBAL, KINDS, SHARED, Address
-from instrumentation.kernel.checked_runtime import NEVER, WRITTEN
+from instrumentation.kernel.checked.cuda_access import GLOBAL, KINDS, SHARED, Address
+from instrumentation.kernel.checked.runtime import NEVER, WRITTEN
 from instrumentation.kernel.host_runtime import mark, want_integer
 
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)

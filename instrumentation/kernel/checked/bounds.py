@@ -12,10 +12,10 @@ import ast
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from instrumentation.kernel.checked_constants import ConstantReads
-from instrumentation.kernel.checked_signs import is_signed, signed_names
-from instrumentation.kernel.checked_states import SharedReads
-from instrumentation.kernel.checked_sums import Capped, Part, Sum
+from instrumentation.kernel.checked.constants import ConstantReads
+from instrumentation.kernel.checked.signs import is_signed, signed_names
+from instrumentation.kernel.checked.states import SharedReads
+from instrumentation.kernel.checked.sums import Capped, Part, Sum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from instrumentation.kernel.checked_report import (
+from instrumentation.kernel.checked.report import (
     AXES,
     OUTSIDE,
     RECORD_WORDS,
@@ -22,7 +22,7 @@ from instrumentation.kernel.checked_report import (
     UNWRITTEN,
     USED_AFTER_FREE,
 )
-from instrumentation.kernel.checked_runtime import FREED, WRITTEN
+from instrumentation.kernel.checked.runtime import FREED, WRITTEN
 
 if TYPE_CHECKING:
     import numpy as np
@@ -174,7 +174,7 @@ add.u64 {register}, {register}, {8 * _TABLE};"""
 
 
 def as_on_the_host(words: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """A report of a GPU, from its counter on, as ``checked_report`` has it. What there is no room for is counted."""
+    """A report of a GPU, from its counter on, as ``checked.report`` has it. What there is no room for is counted."""
     report = words[:REPORT_WORDS] * 0
     report[0] = words[0]
     table = words[_TABLE:_LOG].reshape(_ROWS, _ROW_WORDS)

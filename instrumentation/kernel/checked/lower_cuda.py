@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from numba.core import types as nb
 
-from instrumentation.kernel.checked_cuda_ptx import with_checks
-from instrumentation.kernel.checked_emit_cuda import DeviceFunctionEmitter, KernelEmitter, settled
+from instrumentation.kernel.checked.cuda_ptx import with_checks
+from instrumentation.kernel.checked.emit_cuda import DeviceFunctionEmitter, KernelEmitter, settled
+from instrumentation.kernel.checked.numbered_access import NumberedAccess
 from instrumentation.kernel.lower_cuda import compile_function
 from instrumentation.kernel.lower_host import HostModule, HostOptions
-from instrumentation.kernel.numbered_access import NumberedAccess
 from instrumentation.kernel.parse import NUMBER_TYPES
 
 if TYPE_CHECKING:
-    from instrumentation.kernel.checked_access import AccessTable
-    from instrumentation.kernel.checked_bounds import View
+    from instrumentation.kernel.checked.access import AccessTable
+    from instrumentation.kernel.checked.bounds import View
     from instrumentation.kernel.lower_host import ArgumentShape
     from instrumentation.kernel.plan import KernelPlan
 
@@ -104,7 +104,7 @@ def compile_checked_ptx(
     def make() -> Any:
         from numba import cuda  # noqa: PLC0415
 
-        from instrumentation.kernel.checked_cuda import RUNTIME  # noqa: PLC0415
+        from instrumentation.kernel.checked.cuda import RUNTIME  # noqa: PLC0415
 
         source, module = checked_source(plan, table, known)
         namespace: dict[str, Any] = {

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from instrumentation.kernel.checked_sums import Capped
+from instrumentation.kernel.checked.sums import Capped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from instrumentation.kernel.checked_bounds import Root
-    from instrumentation.kernel.checked_sums import Sum
+    from instrumentation.kernel.checked.bounds import Root
+    from instrumentation.kernel.checked.sums import Sum
 
 #: loads of a turn for whose sake states are looked at first: with fewer, the wait for them costs more than the tests
 LEAST_LOOKED = 8

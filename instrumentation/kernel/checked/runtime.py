@@ -8,7 +8,7 @@ says (0: there is none); for arrays that a kernel declares a byte for each eleme
 records of who accessed them (0: only one thread does).
 
 ``where`` is who makes an access: address of the report, calls, block and thread; and where races are looked for the
-time that it is, that of the last barrier, and the address of their table (see ``checked_races``).
+time that it is, that of the last barrier, and the address of their table (see ``checked.races``).
 """
 
 # ruff: noqa: ARG001 - Numba reads the number of an intrinsic's arguments from its signature
@@ -22,10 +22,10 @@ from numba.core.errors import TypingError
 from numba.core.types.containers import BaseTuple
 from numba.extending import intrinsic
 
-from instrumentation.kernel.checked_block import touch
-from instrumentation.kernel.checked_races import ATOMIC, FOUND, LOAD, STORE
-from instrumentation.kernel.checked_races import RECORD_WORDS as RACE_WORDS
-from instrumentation.kernel.checked_report import (
+from instrumentation.kernel.checked.block import touch
+from instrumentation.kernel.checked.races import ATOMIC, FOUND, LOAD, STORE
+from instrumentation.kernel.checked.races import RECORD_WORDS as RACE_WORDS
+from instrumentation.kernel.checked.report import (
     AXES,
     CALL_BITS,
     CHAIN_BITS,
