@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import struct
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -17,6 +19,8 @@ from instrumentation.kernel.checked.report import REPORT_WORDS, read_records
 #: plain; poisoned shared and local arrays; and reversed lanes too: a correct kernel gives the same bits in each.
 #: Reversed lanes over arrays as they come show no more: what reads them before they are written is found by poison.
 OPTION_SETS = (HostOptions(), HostOptions(poison=True), HostOptions(reverse_lanes=True, poison=True))
+#: every launch of the tests once more in the checked form, which takes long to compile: all shapes that they draw
+CHECKED_TOO = os.environ.get("REFENGINE_TEST_CHECKED") == "1"
 _ZONE = 256
 _ZONE_BYTE = 0xA5
 
@@ -54,8 +58,21 @@ def run(
 ) -> None:
     """Launch ``kernel`` once. ``arguments``: arrays, changed in place, and numbers, in the kernel's order.
 
-    A checked kernel runs without shadows of its arguments, and must report nothing.
+    A checked kernel runs without shadows of its arguments, and must report nothing. With ``CHECKED_TOO`` the checked
+    form runs on copies as well, and must make the same bits.
     """
+    copies = [a.copy() if isinstance(a, np.ndarray) else a for a in arguments] if CHECKED_TOO else []
+    _launch(kernel, grid, *arguments, options=options, threads=threads)
+    if CHECKED_TOO and not options.checked:
+        _launch(kernel, grid, *copies, options=replace(options, checked=True), threads=threads)
+        for name, one, other in zip(kernel.signature, arguments, copies, strict=True):
+            same = not isinstance(one, np.ndarray) or one.tobytes() == other.tobytes()
+            assert same, f"{kernel.name}: the checked form makes other bits of {name}"
+
+
+def _launch(
+    kernel: Kernel, grid: int | tuple[int, ...], *arguments: Any, options: HostOptions, threads: int
+) -> None:
     shape = (grid,) if isinstance(grid, int) else grid
     shape = (*shape, *(1,) * (3 - len(shape)))
     assert len(arguments) == len(kernel.signature), f"{kernel.name} takes {list(kernel.signature)}"
